@@ -93,7 +93,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.Cuda]:
     yield cuda
     cuda.off.set()
     cuda.change()
-    assert cuda.wrongs == []
+    assert cuda.misuses == []
 
 
 @pytest.fixture(scope="session")

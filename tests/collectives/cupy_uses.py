@@ -1,7 +1,7 @@
-"""Uses of CuPy: each name of it that a Python file mentions, and how that is called, by its syntax.
+"""Uses of CuPy: each of its names that a Python file mentions, and its calls, from the syntax.
 
-What cannot be followed, the methods of arrays that are arguments, is not found here: of those the
-stand-ins have no more than CuPy, so that who uses more fails on a stand-in.
+Methods of arrays that are arguments cannot be followed, so they are not found here. The
+stand-ins have no methods that CuPy lacks, so code that uses more fails on a stand-in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 COMMUNICATOR = "cupy.cuda.nccl.NcclCommunicator"
 
-# Functions and attributes of ours that give a module of CuPy's, or an object of a class of CuPy's.
+# Our functions and attributes that return a module of CuPy, or an object of one of its classes.
 FROM_CALLS = {
     "cupy": "cupy",
     "load_cupy": "cupy",
@@ -26,12 +26,12 @@ FROM_ATTRIBUTES = {
     "nccl": "cupy.cuda.nccl",
     "_nccl": COMMUNICATOR,
 }
-# A parameter of this name: the transport's closures are handed the communicator.
+# Parameters of these names: the transport's closures receive the communicator.
 FROM_PARAMETERS = {"cupy": "cupy", "nccl": COMMUNICATOR}
 IMPORTERS = ("import_module", "importorskip")
 
-# What CuPy's functions give; its classes give their objects.
-GIVEN = {
+# What CuPy's functions return; its classes return their objects.
+RETURNED = {
     "cupy.cuda.get_current_stream": "cupy.cuda.Stream",
     "cupy.cuda.Stream.from_external": "cupy.cuda.Stream",
     "cupy.cuda.Stream.end_capture": "cupy.cuda.Graph",
@@ -45,7 +45,7 @@ GIVEN = {
 
 
 class Use(NamedTuple):
-    """One mention of a name. arguments: of a call, how many by position and which by name."""
+    """One mention of a name. arguments: of a call, the number by position and the names."""
 
     name: str
     where: str
@@ -53,7 +53,7 @@ class Use(NamedTuple):
 
 
 def uses(path: Path) -> Iterator[Use]:
-    """Return what a file mentions of CuPy."""
+    """Return the uses of CuPy in a file."""
     text = path.read_text(encoding="utf-8")
     if "cupy" in text or "nccl" in text:
         yield from _Reader(str(path)).read(ast.parse(text), {})
@@ -64,7 +64,7 @@ class _Reader:
         self.file = file
 
     def read(self, node: ast.AST, names: dict[str, str]) -> Iterator[Use]:
-        """Return the uses in a node, in order; names: variables, and what of CuPy's they are."""
+        """Return the uses in a node, in order; names: variables and their CuPy names."""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             given = {a.arg: FROM_PARAMETERS[a.arg] for a in arguments if a.arg in FROM_PARAMETERS}
@@ -77,14 +77,14 @@ class _Reader:
         elif isinstance(node, ast.Import):
             names |= {a.asname or "cupy": "cupy" for a in node.names if a.name == "cupy"}
         elif isinstance(node, ast.Call):
-            found = self._of(node.func, names)
+            found = self._cupy_name(node.func, names)
             if found and "." in found:
                 by_name = tuple(k.arg for k in node.keywords if k.arg)
                 unpacked = any(isinstance(a, ast.Starred) for a in node.args)
                 unpacked |= any(k.arg is None for k in node.keywords)
                 yield self._use(node, found, None if unpacked else (len(node.args), by_name))
         elif isinstance(node, ast.Attribute):
-            found = self._of(node, names)
+            found = self._cupy_name(node, names)
             if found and "." in found:
                 yield self._use(node, found, None)
         for child in ast.iter_child_nodes(node):
@@ -104,26 +104,26 @@ class _Reader:
             for part, its in zip(target.elts, values, strict=True):
                 self._bind(part, its, names)
         elif isinstance(target, ast.Name):
-            found = self._of(value, names)
+            found = self._cupy_name(value, names)
             names.pop(target.id, None)
             if found:
                 names[target.id] = found
 
-    def _of(self, node: ast.expr, names: dict[str, str]) -> str | None:
-        """Return what of CuPy's an expression is: a name of it, or the class of an object."""
+    def _cupy_name(self, node: ast.expr, names: dict[str, str]) -> str | None:
+        """Return the CuPy name that an expression stands for: its own, or its class."""
         if isinstance(node, ast.Name):
             return names.get(node.id)
         if isinstance(node, ast.Attribute):
-            owner = self._of(node.value, names)
+            owner = self._cupy_name(node.value, names)
             if owner:
                 return f"{owner}.{node.attr}"
             of_torch = ast.unparse(node.value).startswith("torch.")  # torch.cuda.nccl
             return None if of_torch else FROM_ATTRIBUTES.get(node.attr)
         if isinstance(node, ast.Call):
-            return self._given_by(node, names)
+            return self._returned_by(node, names)
         return None
 
-    def _given_by(self, node: ast.Call, names: dict[str, str]) -> str | None:
+    def _returned_by(self, node: ast.Call, names: dict[str, str]) -> str | None:
         function = node.func
         called = function.attr if isinstance(function, ast.Attribute) else None
         called = function.id if isinstance(function, ast.Name) else called
@@ -131,9 +131,9 @@ class _Reader:
         if called in IMPORTERS and isinstance(first, ast.Constant):
             module = str(first.value)
             return module if module.partition(".")[0] == "cupy" else None
-        found = self._of(function, names)
+        found = self._cupy_name(function, names)
         if found and "." in found:
-            return found if found.rpartition(".")[2][0].isupper() else GIVEN.get(found)
+            return found if found.rpartition(".")[2][0].isupper() else RETURNED.get(found)
         return FROM_CALLS.get(called or "")
 
     def _use(

@@ -1,10 +1,10 @@
 """A model of the parts of CuPy, CUDA and NCCL that the transports use, strict about misuse.
 
 All GPUs are in this process, and ranks are threads of it. Streams run in threads of their own, with
-a delay. Misuse is noted in `wrongs`, or has the effect that it has on a GPU:
+a delay. Misuse is recorded in `misuses`, or has the effect that it has on a GPU:
 
     memory read before its event is garbage; new memory is still written by its last user
-    an address is looked up when the kernel runs; if the memory was freed by then, that is noted
+    an address is looked up when the kernel runs; if the memory was freed by then, that is misuse
     a communicator's groups run one after the other, each after all earlier ones have ended
     sends and receives with different counts, or collectives of different shapes, never end
     the first call between two ranks, and making a communicator, block until the other side arrives
@@ -61,7 +61,7 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
-class Off(BaseException):
+class SwitchedOff(BaseException):
     """The model has been switched off."""
 
 
@@ -70,7 +70,7 @@ class Cuda:
 
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus
-        self.wrongs: list[str] = []
+        self.misuses: list[str] = []
         self.off = threading.Event()
         self.changed = threading.Condition()
         self.streams: dict[int, Stream] = {}
@@ -98,15 +98,15 @@ class Cuda:
         self.thread.device = number
         self.opened.add(number)
 
-    def wrong(self, text: str) -> None:
-        self.wrongs.append(text)
+    def report_misuse(self, text: str) -> None:
+        self.misuses.append(text)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait for a change that makes the test true; raise Off once the model is switched off."""
+        """Wait for a change that makes the test true; raise SwitchedOff if the model is off."""
         with self.changed:
             while not test():
                 if self.off.is_set():
-                    raise Off
+                    raise SwitchedOff
                 self.changed.wait(0.1)
 
     def change(self) -> None:
@@ -117,13 +117,15 @@ class Cuda:
         return self.random.integers(0, 256, count, np.uint8)
 
     def bytes_at(self, address: int, count: int, device: int) -> np.ndarray:
-        """Return the memory at an address; note if it was freed, or is another device's."""
+        """Return the memory at an address; report if it was freed, or is another device's."""
         for start, memory in list(self.memories.items()):
             if start <= address and address + count <= start + memory.content.size:
                 if memory.device != device:
-                    self.wrong(f"an address of GPU {memory.device} was given to GPU {device}")
+                    self.report_misuse(
+                        f"an address of GPU {memory.device} was given to GPU {device}"
+                    )
                 return memory.content[address - start : address - start + count]
-        self.wrong(f"{count} bytes were used after they were freed")
+        self.report_misuse(f"{count} bytes were used after they were freed")
         return np.zeros(count, np.uint8)
 
     def query(self, event: int) -> int:
@@ -144,9 +146,9 @@ class Cuda:
         cupy.zeros = lambda length, dtype: zeros(self, length, np.dtype(dtype))
         cupy.asarray = lambda host: asarray(self, host)
         cupy.ascontiguousarray = lambda array: array
-        cupy.flatnonzero = lambda array: array.known(np.flatnonzero)
-        cupy.packbits = lambda array: array.made(np.packbits, array)
-        cupy.unpackbits = lambda array: array.made(np.unpackbits, array)
+        cupy.flatnonzero = lambda array: array.sized_by_values(np.flatnonzero)
+        cupy.packbits = lambda array: array.computed(np.packbits, array)
+        cupy.unpackbits = lambda array: array.computed(np.unpackbits, array)
         cupy.RawModule = lambda code, options, name_expressions: RawModule(self)
         cupy.asnumpy = lambda array: array.get()
         cuda.Device = lambda number=None: Device(self, self.device if number is None else number)
@@ -208,7 +210,7 @@ class Device:
         return f"<CUDA Device {self.id}>"
 
     def synchronize(self) -> None:
-        self.cuda.wrong("the whole device was waited for")
+        self.cuda.report_misuse("the whole device was waited for")
 
 
 def check_status(status: int) -> None:
@@ -250,10 +252,10 @@ class Stream:
                 continue
             try:
                 task()
-            except Off:
+            except SwitchedOff:
                 pass
             except Exception as error:
-                self.cuda.wrong(f"a kernel failed: {error!r}")
+                self.cuda.report_misuse(f"a kernel failed: {error!r}")
             del task  # and the memory that it keeps alive
 
     def __enter__(self) -> Stream:
@@ -322,9 +324,9 @@ class ndarray:
 
     def __getitem__(self, part: Any) -> ndarray:
         if isinstance(part, ndarray) and part.dtype == np.bool_:
-            return self.known(lambda content: content[part._content])
+            return self.sized_by_values(lambda content: content[part._content])
         if isinstance(part, ndarray) and part.ndim:
-            return self.made(lambda content, at: content[at], self, part)
+            return self.computed(lambda content, at: content[at], self, part)
         if not isinstance(part, slice):
             return ndarray(self.cuda, self.memory, self._content[int(part) :][:1].reshape(()))
         return ndarray(self.cuda, self.memory, self._content[part])
@@ -336,13 +338,13 @@ class ndarray:
     def launch(self, kernel: Callable[[], Any]) -> None:
         self.cuda.launches.append(self.memory.device)
 
-        def late() -> None:
+        def delayed() -> None:
             time.sleep(LATE_SECONDS)
             kernel()
 
-        current_stream(self.cuda).tasks.put(late)
+        current_stream(self.cuda).tasks.put(delayed)
 
-    def made(self, function: Callable[..., np.ndarray], *operands: Any) -> ndarray:
+    def computed(self, function: Callable[..., np.ndarray], *operands: Any) -> ndarray:
         """Return a function's result, computed later; only values may depend on values."""
         like = [
             np.zeros_like(operand._content) if isinstance(operand, ndarray) else operand
@@ -350,72 +352,74 @@ class ndarray:
         ]
         with np.errstate(all="ignore"):
             shape = np.asarray(function(*like))
-        made = empty(self.cuda, shape.size, shape.dtype)
-        made = ndarray(self.cuda, made.memory, made._content.reshape(shape.shape))
+        computed = empty(self.cuda, shape.size, shape.dtype)
+        computed = ndarray(self.cuda, computed.memory, computed._content.reshape(shape.shape))
 
         def kernel() -> None:
             with np.errstate(all="ignore"):
-                made._content[...] = function(*map(content_of, operands))
+                computed._content[...] = function(*map(content_of, operands))
 
         self.launch(kernel)
-        return made
+        return computed
 
-    def known(self, function: Callable[[np.ndarray], np.ndarray]) -> ndarray:
+    def sized_by_values(self, function: Callable[[np.ndarray], np.ndarray]) -> ndarray:
         """Return a function's result whose size depends on values: the host waits for the size."""
         current_stream(self.cuda).synchronize()
         self.cuda.copies.append(("down", self.memory.device, 8))
         found = function(self._content)
-        made = empty(self.cuda, found.size, found.dtype)
-        self.launch(lambda: made._content.__setitem__(..., function(self._content)))
-        return made
+        computed = empty(self.cuda, found.size, found.dtype)
+        self.launch(lambda: computed._content.__setitem__(..., function(self._content)))
+        return computed
 
     def __lt__(self, other: Any) -> ndarray:
-        return self.made(operator.lt, self, other)
+        return self.computed(operator.lt, self, other)
 
     def __le__(self, other: Any) -> ndarray:
-        return self.made(operator.le, self, other)
+        return self.computed(operator.le, self, other)
 
     def __gt__(self, other: Any) -> ndarray:
-        return self.made(operator.gt, self, other)
+        return self.computed(operator.gt, self, other)
 
     def __ge__(self, other: Any) -> ndarray:
-        return self.made(operator.ge, self, other)
+        return self.computed(operator.ge, self, other)
 
     def __eq__(self, other: Any) -> Any:
-        return self.made(operator.eq, self, other)
+        return self.computed(operator.eq, self, other)
 
     def __ne__(self, other: Any) -> Any:
-        return self.made(operator.ne, self, other)
+        return self.computed(operator.ne, self, other)
 
     def __and__(self, other: Any) -> ndarray:
-        return self.made(operator.and_, self, other)
+        return self.computed(operator.and_, self, other)
 
     def __sub__(self, other: Any) -> ndarray:
-        return self.made(operator.sub, self, other)
+        return self.computed(operator.sub, self, other)
 
     def __truediv__(self, other: Any) -> ndarray:
-        return self.made(operator.truediv, self, other)
+        return self.computed(operator.truediv, self, other)
 
     def __invert__(self) -> ndarray:
-        return self.made(operator.invert, self)
+        return self.computed(operator.invert, self)
 
     def astype(self, dtype: Any) -> ndarray:
-        return self.made(lambda content: content.astype(dtype), self)
+        return self.computed(lambda content: content.astype(dtype), self)
 
     def copy(self) -> ndarray:
-        return self.made(np.copy, self)
+        return self.computed(np.copy, self)
 
     def any(self) -> ndarray:
-        return self.made(np.any, self)
+        return self.computed(np.any, self)
 
     def min(self) -> ndarray:
-        return self.made(np.min, self)
+        return self.computed(np.min, self)
 
     def max(self) -> ndarray:
-        return self.made(np.max, self)
+        return self.computed(np.max, self)
 
     def searchsorted(self, values: ndarray, side: str = "left") -> ndarray:
-        return self.made(lambda content, wanted: content.searchsorted(wanted, side), self, values)
+        return self.computed(
+            lambda content, wanted: content.searchsorted(wanted, side), self, values
+        )
 
     def item(self) -> Any:
         return self.get().item()
@@ -446,7 +450,9 @@ class ndarray:
 
         def copy() -> None:
             if (content := held()) is None:
-                self.cuda.wrong("memory of the host was given away while a copy was to read it")
+                self.cuda.report_misuse(
+                    "memory of the host was given away while a copy was to read it"
+                )
             else:
                 self._content[...] = content
 
@@ -508,12 +514,12 @@ class RawModule:
                         name.encode(), *grid, *block, pointers, sizes, count, ctypes.c_uint64(0)
                     )
                 if error is not None:
-                    cuda.wrong(f"{name}: {error.decode()}")
+                    cuda.report_misuse(f"{name}: {error.decode()}")
 
             cuda.launches.append(cuda.device)
             for argument in arguments:
                 if isinstance(argument, ndarray) and argument.memory.device != cuda.device:
-                    cuda.wrong(f"{name} got an array of another GPU")
+                    cuda.report_misuse(f"{name} got an array of another GPU")
             current_stream(cuda).tasks.put(kernel)
 
         return launch
@@ -637,7 +643,9 @@ class Communicator:
 
     def _require_use(self) -> None:
         if self.cuda.device != self.device:
-            self.cuda.wrong(f"GPU {self.device}'s communicator was used on GPU {self.cuda.device}")
+            self.cuda.report_misuse(
+                f"GPU {self.device}'s communicator was used on GPU {self.cuda.device}"
+            )
         if self.aborted:
             raise NcclError(4)
 
@@ -655,7 +663,7 @@ class Communicator:
         self.cuda.change()
 
     def destroy(self) -> None:
-        self.cuda.wrong("destroy waits for peers")
+        self.cuda.report_misuse("destroy waits for peers")
 
     def meet(self, operations: list[Operation]) -> None:
         """Block until all peers of these operations have reached theirs, the first time."""
@@ -776,7 +784,9 @@ def group_end(cuda: Cuda) -> None:
         operations = [operation for _, _, operation in entries]
         communicator.meet(operations)
         if stream.device != communicator.device:
-            cuda.wrong(f"GPU {communicator.device}'s kernel ran on a stream of {stream.device}")
+            cuda.report_misuse(
+                f"GPU {communicator.device}'s kernel ran on a stream of {stream.device}"
+            )
         number, communicator.begun = communicator.begun, communicator.begun + 1
         stream.tasks.put(lambda c=communicator, n=number, o=operations: c.run(n, o))
 
@@ -803,4 +813,4 @@ def with_kernels(monkeypatch: Any, library: Any, gpus: int = 8) -> Iterator[Cuda
         cuda.change()
         for cache in caches:
             cache.cache_clear()
-    assert cuda.wrongs == []
+    assert cuda.misuses == []

@@ -25,7 +25,7 @@ def test_hardware_threads_of_a_core_count_once(
     assert len(cores.allowed_cores(tmp_path)) == 2
 
 
-def test_every_thread_counts_where_the_topology_is_hidden(
+def test_every_hardware_thread_counts_when_the_topology_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
@@ -58,7 +58,7 @@ def test_every_thread_counts_where_the_topology_is_hidden(
         pytest.param("1:memory:/\n", {}, math.inf, id="cpu is not controlled"),
     ],
 )
-def test_the_containers_quota_is_found(
+def test_core_quota_is_read_from_control_groups(
     tmp_path: Path, membership: str, files: dict[str, str], quota: float
 ) -> None:
     write(tmp_path / "cgroup", membership)
@@ -67,7 +67,7 @@ def test_the_containers_quota_is_found(
     assert cores.core_quota(tmp_path / "cgroup", tmp_path / "root") == quota
 
 
-def test_the_group_that_grants_the_quota_is_named_alike_for_all_that_are_in_it(
+def test_granting_group_is_the_same_for_all_its_processes(
     tmp_path: Path,
 ) -> None:
     for name, text in {"a/cpu.max": "200000 100000", "b/cpu.max": "200000 100000"}.items():
@@ -82,12 +82,12 @@ def test_the_group_that_grants_the_quota_is_named_alike_for_all_that_are_in_it(
     assert groups["/a"][0] == groups["/b"][0] == 2
 
 
-def test_no_control_groups_mean_no_limit(tmp_path: Path) -> None:
+def test_core_quota_is_infinite_without_control_groups(tmp_path: Path) -> None:
     assert cores.core_quota(tmp_path / "cgroup", tmp_path) == math.inf
 
 
 @pytest.mark.parametrize(("quota", "usable"), [(math.inf, 4), (8.0, 4), (1.5, 2), (0.1, 1)])
-def test_the_tighter_of_affinity_and_quota_counts(
+def test_usable_cores_is_the_lower_of_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, quota: float, usable: int
 ) -> None:
     monkeypatch.setattr(cores, "allowed_cores", lambda: frozenset("abcd"))

@@ -26,7 +26,7 @@ def test_rounds_are_the_logarithm_rounded_up(ranks: int, expected: int) -> None:
 
 @pytest.mark.parametrize("size", range(1, 10))
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_dense_bytes_are_what_an_allreduce_sends(size: int, dtype: type) -> None:
+def test_dense_bytes_equal_what_an_allreduce_sends(size: int, dtype: type) -> None:
     world = local_world(size, timeout_seconds=30)
     run_ranks(world, lambda t: t.allreduce(np.zeros(LENGTH, dtype)))
     share = dense_bytes(LENGTH, size, np.dtype(dtype).itemsize)
@@ -35,14 +35,14 @@ def test_dense_bytes_are_what_an_allreduce_sends(size: int, dtype: type) -> None
 
 @pytest.mark.parametrize("length", [0, 1025, 1026, 2000])
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_dense_bytes_are_the_mean_where_the_parts_are_uneven(size: int, length: int) -> None:
+def test_dense_bytes_are_the_mean_over_ranks_when_parts_are_uneven(size: int, length: int) -> None:
     world = local_world(size, timeout_seconds=30)
     run_ranks(world, lambda t: t.allreduce(np.zeros(length, np.float32)))
     mean = np.mean([t.traffic.sent_bytes for t in world])
     assert abs(mean - dense_bytes(length, size)) <= 0.5
 
 
-def test_a_link_takes_the_seconds_that_its_bandwidth_says() -> None:
+def test_link_seconds_per_byte_follow_from_its_bandwidth() -> None:
     link = Link.of(bits_per_second=1e9, latency_seconds=50e-6)
     assert link.latency_seconds == 50e-6
     assert link.seconds_per_byte * 125e6 == pytest.approx(1.0)
@@ -65,7 +65,7 @@ def seconds(messages: float, sent_bytes: float) -> Callable[[Link], float]:
     st.floats(0.1, 1e5),
     st.floats(0, 1e-3),
 )
-def test_at_the_break_even_both_take_the_same_time(
+def test_dense_and_sparse_take_the_same_time_at_break_even(
     dense_messages: int,
     all_bytes: int,
     sparse_messages: int,
@@ -92,7 +92,7 @@ def test_at_the_break_even_both_take_the_same_time(
         assert sparse(faster) > dense(faster)
 
 
-def test_a_break_even_worked_out_by_hand() -> None:
+def test_break_even_equals_a_hand_calculation() -> None:
     # Two ranks, no latency: dense sends 4e9 bytes, sparse none but takes a second to select.
     found = break_even_bits_per_second(
         seconds(0, dense_bytes(10**9, 2)), lambda _: 1.0, latency_seconds=0.0
@@ -100,14 +100,14 @@ def test_a_break_even_worked_out_by_hand() -> None:
     assert found == pytest.approx(4e9 * 8)
 
 
-def test_sparse_may_always_win_or_never() -> None:
+def test_break_even_is_infinite_or_none_when_one_method_always_wins() -> None:
     dense = seconds(4, 6000)
     assert break_even_bits_per_second(dense, lambda link: dense(link) / 2, 1e-5) == math.inf
     assert break_even_bits_per_second(dense, lambda link: dense(link) * 2, 1e-5) is None
     assert break_even_bits_per_second(dense, dense, 1e-5) is None
 
 
-def test_the_bounds_are_where_one_of_both_is_a_fifth_longer() -> None:
+def test_break_even_bounds_are_where_one_method_takes_a_fifth_longer() -> None:
     """Dense sends 4 GB, sparse takes a second: 32 Gbit/s, and times that change is its own."""
     dense = seconds(0, dense_bytes(10**9, 2))
     found = break_even(dense, lambda _: 1.0, latency_seconds=0.0)
@@ -117,7 +117,7 @@ def test_the_bounds_are_where_one_of_both_is_a_fifth_longer() -> None:
     assert either == (None, 0.0, math.inf, False)
 
 
-def test_more_bytes_in_fewer_rounds_pay_above_a_bandwidth() -> None:
+def test_sparse_with_more_bytes_in_fewer_rounds_pays_above_break_even() -> None:
     """Dense waits 4 s and sends 8 Gbit, sparse 2 s and 16: both take 6 s at 4 Gbit/s."""
     dense, latency = seconds(4, 10**9), 1.0
 

@@ -11,7 +11,7 @@ import collectives
 ROOT = Path(__file__).parents[2]
 
 
-def test_importing_it_loads_no_framework_no_mpi_and_nothing_above_it() -> None:
+def test_importing_collectives_loads_no_torch_mpi4py_cupy_or_gtopk() -> None:
     code = (
         "import sys, collectives; "
         "assert 'numpy' in sys.modules; "
@@ -23,7 +23,7 @@ def test_importing_it_loads_no_framework_no_mpi_and_nothing_above_it() -> None:
     assert job.stdout.strip() == ""
 
 
-def test_every_name_it_offers_exists() -> None:
+def test_every_exported_name_exists_and_is_sorted() -> None:
     missing = [name for name in collectives.__all__ if not hasattr(collectives, name)]
     assert missing == []
     # In the linter's order: constants, classes, functions.

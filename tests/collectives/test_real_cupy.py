@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/programs/describe_cupy.py"
 FOLDERS = ("collectives", "gtopk", "mpi_scripts", "tests")
 
-# The class that a stand-in's stands for, and what the model has for itself.
+# The class that each stand-in represents, and the stand-in's additional names.
 MODELS: dict[type, tuple[str, set[str]]] = {
-    fake_cuda.ndarray: ("cupy.ndarray", {"known", "launch", "made"}),
+    fake_cuda.ndarray: ("cupy.ndarray", {"computed", "launch", "sized_by_values"}),
     fake_cuda.Device: ("cupy.cuda.Device", set()),
     fake_cuda.Event: ("cupy.cuda.Event", {"numbers"}),
     fake_cuda.Stream: ("cupy.cuda.Stream", {"numbers"}),
@@ -35,8 +35,8 @@ MODELS: dict[type, tuple[str, set[str]]] = {
     posing.Posing: ("cupy.ndarray", {"content", "__getattr__"}),
 }
 OF_PYTHON = set(dir(type("Plain", (), {}))) | {"__annotations__", "__firstlineno__"}
-# Stand-ins that are written down as `SimpleNamespace(...)` or `vars(...).update(...)`.
-WRITTEN = {
+# Stand-ins written as `SimpleNamespace(...)` or `vars(...).update(...)`.
+NAMESPACES = {
     "tests/collectives/kernels/device/test_cuda.py": ("module", "cupy"),
     "tests/gtopk/exchange/buckets/test_arrays.py": ("cupy", "cupy.cuda"),
 }
@@ -44,7 +44,7 @@ WRITTEN = {
 
 @functools.cache
 def used() -> list[Use]:
-    """Return all that our code and the tests of GPUs use of CuPy."""
+    """Return all uses of CuPy in our code and in the tests of GPUs."""
     own = {Path(__file__).name, "cupy_uses.py", PROGRAM.name}
     return [
         use
@@ -55,8 +55,8 @@ def used() -> list[Use]:
     ]
 
 
-def claimed() -> dict[str, str]:
-    """Return every name that a stand-in has, and which stand-in that is."""
+def stand_in_names() -> dict[str, str]:
+    """Return every name that a stand-in has, and its stand-in."""
     names = {}
     for model, (stands_for, own) in MODELS.items():
         for name in set(vars(model)) - own - OF_PYTHON:
@@ -70,13 +70,13 @@ def claimed() -> dict[str, str]:
                 if name == "runtime":
                     names |= {f"{root}.{name}.{n}": fake_cuda.__name__ for n in vars(value)}
     cuda.off.set()
-    for file, (variable, root) in WRITTEN.items():
-        names |= dict.fromkeys(written(ROOT / file, variable, root), file)
+    for file, (variable, root) in NAMESPACES.items():
+        names |= dict.fromkeys(namespace_names(ROOT / file, variable, root), file)
     return names
 
 
-def written(path: Path, variable: str, root: str) -> set[str]:
-    """Return the names of CuPy's that a file gives a stand-in by keyword arguments."""
+def namespace_names(path: Path, variable: str, root: str) -> set[str]:
+    """Return the CuPy names that a file gives a stand-in by keyword arguments."""
 
     def of(call: ast.Call, owner: str) -> set[str]:
         found = set()
@@ -99,7 +99,7 @@ def written(path: Path, variable: str, root: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what the installed CuPy has of these names."""
+    """Return the description of these names in the installed CuPy."""
     if importlib.util.find_spec("cupy") is None:
         pytest.skip("no cupy here: pip install cupy-cuda13x")
     if shutil.which("g++") is None:
@@ -111,7 +111,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, PROGRAM],
         env={**os.environ, "LD_LIBRARY_PATH": path, "PYTHONPATH": str(ROOT)},
-        input=json.dumps(sorted({use.name for use in used()} | set(claimed()))),
+        input=json.dumps(sorted({use.name for use in used()} | set(stand_in_names()))),
         capture_output=True,
         text=True,
         check=False,
@@ -122,14 +122,14 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return described
 
 
-def test_every_name_that_we_use_is_cupy_s(real: dict[str, Any]) -> None:
+def test_every_cupy_name_used_exists_in_cupy(real: dict[str, Any]) -> None:
     names = {use.name: use.where for use in used()}
     assert {*names} >= {"cupy.cuda.Stream.from_external", "cupy.RawModule", f"{COMMUNICATOR}.send"}
     missing = {name: where for name, where in names.items() if real["names"][name] is None}
     assert missing == {}
 
 
-def test_every_call_fits_cupy_s_signature(real: dict[str, Any]) -> None:
+def test_every_cupy_call_fits_its_signature(real: dict[str, Any]) -> None:
     unfit, bound = [], 0
     for use in used():
         parameters = real["names"][use.name]
@@ -155,27 +155,27 @@ def test_every_call_fits_cupy_s_signature(real: dict[str, Any]) -> None:
 
 
 def test_stand_ins_have_nothing_that_cupy_lacks(real: dict[str, Any]) -> None:
-    # Dunder methods, too: what has no __index__ is no index, and a stand-in that is one hides it.
-    names = claimed()
+    # Also dunder methods: CuPy's arrays have no __index__; a stand-in with one would hide errors.
+    names = stand_in_names()
     assert {*names} >= {"cupy.ndarray.__getitem__", "cupy.cuda.runtime.eventQuery"}
     assert {name: who for name, who in names.items() if real["names"][name] is None} == {}
 
 
-def test_the_model_s_nccl_takes_the_arguments_of_cupy_s(real: dict[str, Any]) -> None:
+def test_fake_nccl_takes_the_arguments_of_cupys(real: dict[str, Any]) -> None:
     assert fake_cuda.NAMES.items() <= real["constants"].items()
     for name in ("send", "recv", "allReduce", "reduce", "broadcast", "check_async_error", "abort"):
         model = inspect.signature(getattr(fake_cuda.Communicator, name))
         assert len(real["names"][f"{COMMUNICATOR}.{name}"]) == len(model.parameters) - 1, name
 
 
-def test_an_array_is_no_index_neither_cupy_s_nor_a_stand_in_s(real: dict[str, Any]) -> None:
+def test_arrays_of_cupy_and_stand_ins_have_no_index_method(real: dict[str, Any]) -> None:
     import cupy
 
     for array in (cupy.ndarray, fake_cuda.ndarray, posing.Posing):
         assert not hasattr(array, "__index__")
 
 
-def test_a_stream_of_another_library_is_taken_without_a_warning_and_not_destroyed(
+def test_external_stream_is_accepted_without_warning_and_not_destroyed(
     real: dict[str, Any],
 ) -> None:
     assert real["complaints"] == []

@@ -17,7 +17,7 @@ by_name = pytest.mark.parametrize("name", list(SELECTORS))
 
 @by_name
 @given(arrays(np.float32, st.integers(1, 200), elements=st.floats(-9, 9, width=32)), st.data())
-def test_only_nonzero_entries_of_the_vector_are_found(
+def test_selectors_return_only_nonzero_entries_of_the_vector(
     name: str, dense: np.ndarray, data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(1, dense.size))
@@ -29,7 +29,7 @@ def test_only_nonzero_entries_of_the_vector_are_found(
 
 @by_name
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_about_k_normal_values_are_found(
+def test_selectors_return_about_k_entries_of_normal_values(
     name: str, dtype: type, random: np.random.Generator
 ) -> None:
     dense = random.standard_normal(200_000).astype(dtype)
@@ -41,7 +41,7 @@ def test_about_k_normal_values_are_found(
 
 
 @by_name
-def test_a_vector_that_cannot_be_selected_from_is_refused(name: str) -> None:
+def test_selectors_refuse_invalid_k_dtype_or_shape(name: str) -> None:
     dense = np.ones(5, np.float32)
     for k in (0, 6):
         with pytest.raises(ValueError, match=rf"k must lie in 1\.\.5 .*, got {k}"):
@@ -56,13 +56,13 @@ def test_a_vector_that_cannot_be_selected_from_is_refused(name: str) -> None:
 
 @by_name
 @pytest.mark.parametrize("bad", [0.001, 1.0])
-def test_a_nan_is_not_found(name: str, bad: float, random: np.random.Generator) -> None:
+def test_selectors_do_not_return_nan(name: str, bad: float, random: np.random.Generator) -> None:
     dense = random.standard_normal(10_000)
     dense[random.random(dense.size) < bad] = np.nan
     assert not np.isnan(SELECTORS[name](dense, 100).values).any()
 
 
-def test_on_residuals_with_a_cliff_a_fitted_threshold_is_far_off() -> None:
+def test_fitted_thresholds_miss_k_on_residuals_with_a_cliff() -> None:
     # Error feedback leaves many entries just under the threshold, where no fitted tail sees them.
     dense = np.full(100_000, 1e-3, np.float32)
     dense[:2000] = 0.95
@@ -72,7 +72,7 @@ def test_on_residuals_with_a_cliff_a_fitted_threshold_is_far_off() -> None:
     assert select(dense, 100)[0].indices.tolist() == list(range(100))
 
 
-def test_a_fixed_threshold_includes_itself_and_no_zeros() -> None:
+def test_fixed_threshold_includes_equal_values_and_excludes_zeros() -> None:
     dense = np.array([0, 1, -2, 3, -0.5], np.float32)
     assert fixed_threshold(dense, 1.0).indices.tolist() == [1, 2, 3]
     assert fixed_threshold(dense, 0.0).indices.tolist() == [1, 2, 3, 4]

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from collectives.telemetry import profiled
 
 
-def test_without_a_profiler_no_range_is_made_and_no_torch_imported() -> None:
+def test_profiled_makes_no_range_and_imports_no_torch_without_profiler() -> None:
     program = (
         "import sys\n"
         "from collectives.telemetry import profiled\n"
@@ -24,10 +24,10 @@ def test_without_a_profiler_no_range_is_made_and_no_torch_imported() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-    assert profiled("merge") is profiled("select")  # with torch, too
+    assert profiled("merge") is profiled("select")  # also when torch is imported
 
 
-def test_torch_profiler_shows_the_ranges_of_another_thread() -> None:
+def test_torch_profiler_records_ranges_of_another_thread() -> None:
     ready, done = threading.Event(), threading.Event()
 
     def exchange() -> None:
@@ -48,14 +48,14 @@ def test_torch_profiler_shows_the_ranges_of_another_thread() -> None:
     assert parents["aten::ones"].name == "gtopk::merge"
 
 
-def test_a_process_that_works_on_a_gpu_has_the_ranges_of_nvtx(
+def test_gpu_process_pushes_and_pops_nvtx_ranges(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[Any] = []
-    nvtx = SimpleNamespace(range_push=said.append, range_pop=lambda: said.append("pop"))
+    ranges: list[Any] = []
+    nvtx = SimpleNamespace(range_push=ranges.append, range_pop=lambda: ranges.append("pop"))
     monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
     with pytest.raises(KeyError), profiled("exchange"), profiled("merge"):
         raise KeyError
-    assert said == ["gtopk::exchange", "gtopk::merge", "pop", "pop"]
+    assert ranges == ["gtopk::exchange", "gtopk::merge", "pop", "pop"]

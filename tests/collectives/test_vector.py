@@ -23,14 +23,14 @@ def entries(indices: list[int], values: list[float], length: int) -> SparseVecto
     return SparseVector(np.array(indices, np.int32), np.array(values, np.float32), length)
 
 
-def test_the_dense_form_holds_every_entry_and_zeros_elsewhere() -> None:
+def test_to_dense_has_every_entry_and_zeros_elsewhere() -> None:
     dense = entries([1, 3], [2.5, -1.0], 5).to_dense()
     assert dense.tolist() == [0, 2.5, 0, -1, 0]
     assert dense.dtype == np.float32
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_there_and_back_is_the_same(dtype: type) -> None:
+def test_from_dense_and_to_dense_round_trip(dtype: type) -> None:
     dense = np.array([0, -0.0, 1, -1, 5e-324, 0, 1e38], dtype)
     vector = check(SparseVector.from_dense(dense))
     assert vector.indices.tolist() == np.flatnonzero(dense).tolist()
@@ -39,7 +39,7 @@ def test_there_and_back_is_the_same(dtype: type) -> None:
     assert vector.indices.dtype == np.int32
 
 
-def test_the_vector_of_zeros_has_no_entries() -> None:
+def test_vector_of_zeros_has_no_entries() -> None:
     vector = check(SparseVector.empty(4, np.float64))
     assert vector.entries == 0
     assert vector.to_dense().tolist() == [0, 0, 0, 0]
@@ -47,7 +47,7 @@ def test_the_vector_of_zeros_has_no_entries() -> None:
     assert check(SparseVector.from_dense(np.zeros(4, np.float32))).entries == 0
 
 
-def test_a_mask_keeps_the_entries_where_it_is_true() -> None:
+def test_where_keeps_the_entries_whose_mask_is_true() -> None:
     vector = entries([1, 3, 4], [1, 2, 3], 5)
     kept = vector.where(np.array([True, False, True]))
     assert kept.indices.tolist() == [1, 4]
@@ -56,14 +56,14 @@ def test_a_mask_keeps_the_entries_where_it_is_true() -> None:
     assert vector.entries == 3
 
 
-def test_on_the_host_a_vector_is_on_the_host() -> None:
+def test_host_vector_stays_on_the_host() -> None:
     vector = entries([1, 3], [1, 2], 5)
     assert vector.on_host() is vector
     assert vector.beside(np.empty(0)).values is vector.values
     assert SparseVector.empty(5, np.float64, like=vector.values).values.dtype == np.float64
 
 
-def test_the_arrays_of_another_library_are_met_with_its_own_functions(
+def test_arrays_of_another_library_use_its_own_functions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = ModuleType("library")
@@ -82,7 +82,7 @@ def test_the_arrays_of_another_library_are_met_with_its_own_functions(
     ("length", "dtype"),
     [(1, np.int32), (2**31 - 1, np.int32), (2**31, np.int64), (2**40, np.int64)],
 )
-def test_indices_are_as_narrow_as_the_length_allows(length: int, dtype: type) -> None:
+def test_index_dtype_is_the_narrowest_for_the_length(length: int, dtype: type) -> None:
     assert index_dtype(length) == dtype
     assert SparseVector.empty(length).indices.dtype == dtype
     last = np.array([length - 1], dtype)
@@ -131,12 +131,12 @@ def test_indices_are_as_narrow_as_the_length_allows(length: int, dtype: type) ->
         (entries([0, 9, 4], [1, 1, 1], 5), "indices must be strictly increasing, got 9 before 4"),
     ],
 )
-def test_an_invalid_vector_is_refused_with_the_reason(vector: SparseVector, text: str) -> None:
+def test_check_refuses_invalid_vectors_with_the_reason(vector: SparseVector, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         check(vector)
 
 
-def test_indices_are_an_array_where_the_values_are() -> None:
+def test_check_refuses_indices_and_values_of_different_libraries() -> None:
     values = np.ones(1, np.float32)
     with pytest.raises(TypeError, match=r"NumPy's or CuPy's, got list"):
         check(SparseVector([1], values, 5))  # type: ignore[arg-type]
@@ -164,7 +164,9 @@ def of(pairs: dict[int, float], length: int) -> SparseVector:
         (0, 0, []),
     ],
 )
-def test_the_entries_between_two_bounds(first: int, end: int, inside: list[int]) -> None:
+def test_index_range_returns_the_entries_between_two_bounds(
+    first: int, end: int, inside: list[int]
+) -> None:
     vector = of({1: 1.0, 4: 2.0, 8: 3.0}, 9)
     part = vector.index_range(first, end)
     assert part.indices.tolist() == inside
@@ -172,7 +174,7 @@ def test_the_entries_between_two_bounds(first: int, end: int, inside: list[int])
 
 
 @pytest.mark.parametrize("length", [2**31 - 1, 2**31, 2**40])
-def test_the_last_entry_lies_before_the_end(length: int) -> None:
+def test_index_range_includes_the_last_entry_of_long_vectors(length: int) -> None:
     indices = np.array([0, length - 1], index_dtype(length))
     vector = SparseVector(indices, np.ones(2, np.float32), length)
     assert vector.index_range(1, length).indices.tolist() == [length - 1]
@@ -187,13 +189,13 @@ def test_minus_returns_the_nonzero_differences() -> None:
 
 
 @pytest.mark.parametrize("length", [20, 2**31])
-def test_a_part_of_a_longer_vector(length: int) -> None:
+def test_embed_shifts_indices_into_a_longer_vector(length: int) -> None:
     longer = of({0: 1.0, 4: 2.0}, 5).embed(10, length)
     assert longer.indices.tolist() == [10, 14]
     assert check(longer).length == length
 
 
-def test_entries_at_positions() -> None:
+def test_take_returns_the_entries_at_positions() -> None:
     vector = of({1: 1.0, 4: 2.0, 8: 3.0}, 9)
     assert vector.take(slice(0, None, 2)).indices.tolist() == [1, 8]
     assert vector.take(slice(0)).entries == 0

@@ -1,4 +1,4 @@
-"""Timings, alone on the device: floors, torch.topk, our pass and step, the whole optimizer step.
+"""Timings, alone on the device: copy, add, torch.topk, our step, and whole training steps.
 
 Each size has a copy of the same bytes beside it, in the same process; n is of float32 elements, and
 k = n / 1000. Gradients are normal numbers (synthetic), drawn anew for each repetition.
@@ -37,7 +37,7 @@ COPY, ADD = 8, 12
 
 
 class Sized:
-    """The works of one size, and the clock they are clocked by."""
+    """The tensors of one size, and the clock that times work on them."""
 
     def __init__(self, n: int, device: str) -> None:
         self.n, self.k, self.device = n, max(1, n // 1000), device
@@ -48,7 +48,7 @@ class Sized:
     def measured(
         self, name: str, work: Callable[[], object], bytes_each: int = 0, **more: object
     ) -> float:
-        """Clock a work on fresh gradients; record it beside the copy; return its median."""
+        """Time work on fresh gradients; record it relative to the copy; return its median."""
         times = [self._once(work) for _ in range(WARM + REPETITIONS)][WARM:]
         found = spread(times)
         copied = found["median_us"] if name == "copy" else self.copied
@@ -76,7 +76,7 @@ class Sized:
 
 
 def floors(of: Sized) -> None:
-    """Clock what torch does: add, its topk alone, and a step of accumulate, select and clear."""
+    """Time torch: add, topk alone, and a step of accumulate, select and clear."""
     residual, gradient, k = of.residual, of.gradient, of.k
     of.measured("add", lambda: residual.add_(gradient), ADD)
     of.measured("torch.topk alone", lambda: torch.topk(gradient, k, sorted=False))
@@ -92,7 +92,7 @@ def floors(of: Sized) -> None:
 
 
 def ours(of: Sized) -> None:
-    """Clock our accumulate, select and clear, of which the host waits for the count."""
+    """Time our accumulate, select and clear, including the host's wait for the count."""
     of.residual.zero_()
     with on_stream_of_torch(of.device):
         residual, gradient = array_of(of.residual), array_of(of.gradient)
@@ -107,7 +107,7 @@ def ours(of: Sized) -> None:
 
 
 def as_a_graph(of: Sized) -> None:
-    """Clock the step that a residual takes: waited for, and what the GPU does of it."""
+    """Time the step as a graph: with the host's wait, and on the GPU alone."""
     of.residual.normal_()
     with on_stream_of_torch(of.device):
         waited, replayed = step_as_a_graph(of.residual, of.gradient, of.k)
@@ -123,7 +123,7 @@ def as_a_graph(of: Sized) -> None:
 
 
 def in_parts(of: Sized) -> None:
-    """Clock our step with the gradient in parts: whole, aligned to 4 elements and not, and many."""
+    """Time our step with the gradient whole, in two parts, aligned or not, and in many parts."""
     n = of.n
     cuts = {
         "one": [],
@@ -155,7 +155,7 @@ def each_kernel(of: Sized) -> None:
 
 
 def guarded(name: str, work: Callable[[], object]) -> bool:
-    """Run a part; where it fails, record that, and go on with the next."""
+    """Run a part; if it fails, record that and return False."""
     begun = time.perf_counter()
     try:
         work()
@@ -168,7 +168,7 @@ def guarded(name: str, work: Callable[[], object]) -> bool:
 
 
 def main() -> int:
-    """Clock everything; 0 when no part failed."""
+    """Time everything; return 0 if no part failed."""
     device = arguments().device
     gpu = on_gpu(device)
     only_on_gpu = [as_a_graph, each_kernel] if gpu else []
@@ -185,7 +185,7 @@ def main() -> int:
     run(usual, floors, ours, *only_on_gpu, in_parts)
     for name in MODELS:
         well &= guarded(f"whole steps, {name}", partial(whole_steps, name, device))
-    for n in huge:  # last: they take most of the memory
+    for n in huge:  # last, because they take most of the memory
         torch.cuda.empty_cache()
         run(n, floors, ours, *only_on_gpu)
     return not well

@@ -1,4 +1,4 @@
-"""What the programs of the check share: their device, what they record, clocks, and cases."""
+"""Code shared by the programs of the check: device, recorded results, clocks, and cases."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 from runner import SKIPPED
 from torch._C._distributed_c10d import HashStore
 
-# Before a clocked work the GPU waits so long: by then the work's launches are in its queue.
+# The GPU spins this long before clocked work, so that all its launches are queued by then.
 SPIN_SECONDS = 0.0005
 REPETITIONS = 20
 
 
 def arguments(*names: str) -> argparse.Namespace:
-    """Return what the runner gave: the device, and positional words of these names."""
+    """Return the runner's arguments: the device, and positional words of these names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--wheels", default="")
@@ -32,26 +32,26 @@ def arguments(*names: str) -> argparse.Namespace:
 
 
 def on_gpu(device: str) -> bool:
-    """Tell whether the device is a GPU; end the program where it is asked for and missing."""
+    """Tell whether the device is a GPU; exit if one is requested and missing."""
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch sees no GPU here; --device cpu runs what needs none")
     return device == "cuda"
 
 
 def require_gpu(device: str, why: str) -> None:
-    """End the program as one that cannot be run here, unless the device is a GPU."""
+    """Exit as skipped, unless the device is a GPU."""
     if not on_gpu(device):
         print(f"needs a GPU: {why}")
         sys.exit(SKIPPED)
 
 
 def seconds_left() -> float:
-    """Return the seconds that the runner gives this stage, from its start."""
+    """Return the seconds that this stage may take, from its start."""
     return float(os.environ.get("GPU_CHECK_SECONDS", "120"))
 
 
 def record(what: str, **found: Any) -> None:
-    """Print a result, and write it where the runner collects them."""
+    """Print a result, and write it to the runner's file of results."""
     line = json.dumps({"what": what, **found})
     print(line, flush=True)
     if path := os.environ.get("GPU_CHECK_RESULTS"):
@@ -93,7 +93,7 @@ class Clock:
         return float(before.elapsed_time(after)) / 1e3
 
     def _cycles(self) -> int:
-        """Return how many cycles the GPU's spin is to take."""
+        """Return the number of cycles of the GPU's spin."""
         cycles = 1_000_000
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(3):  # the first wakes the clocks
@@ -107,7 +107,7 @@ class Clock:
 def wall_clock(
     work: Callable[[], object], device: str, repetitions: int = REPETITIONS, warm: int = 4
 ) -> dict[str, float]:
-    """Return the same of the wall clock, from an idle device to an idle device."""
+    """Return the same statistics by the wall clock, from an idle device to an idle device."""
 
     def once() -> float:
         synchronize(device)
@@ -132,7 +132,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def join_alone(device: str) -> None:
+def init_group_of_one(device: str) -> None:
     """Make this process the one rank of a process group, over NCCL for a GPU's tensors."""
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -142,21 +142,21 @@ def join_alone(device: str) -> None:
     )
 
 
-class NotHere(Exception):
-    """A case that says nothing on this device, or with these ranks."""
+class CaseSkipped(Exception):
+    """A case does not apply on this device, or with these ranks."""
 
 
 def run_cases(cases: Iterable[tuple[str, Callable[[], object]]], by: str) -> list[str]:
-    """Call each; record how it went, with the traceback where it failed; return who failed.
+    """Call each case, record its outcome, print the traceback if it fails; return the failures.
 
-    by: what is recorded beside, such as "rank 1 of 2".
+    by: recorded with each outcome, such as "rank 1 of 2".
     """
     failed = []
     for name, case in cases:
         begun, outcome, why = time.perf_counter(), "ok", ""
         try:
             case()
-        except NotHere as reason:
+        except CaseSkipped as reason:
             outcome, why = "skipped", str(reason)
         except Exception as error:
             traceback.print_exc()

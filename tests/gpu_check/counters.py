@@ -25,11 +25,11 @@ METRICS = (
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
 )
-SETTLED, WATCHED = 12, 2  # steps: until the guess is good, and those that are looked at
+SETTLED, WATCHED = 12, 2  # steps: until the guess is good, and those that are profiled
 
 
 def rows(report: Iterable[str]) -> list[dict[str, str]]:
-    """Return the launches of a report in CSV, a dict of metrics each; what ncu says is left out."""
+    """Return the launches of a report in CSV, a dict of metrics each; skip ncu's messages."""
     lines = list(report)
     first = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     launches: dict[str, dict[str, str]] = defaultdict(dict)
@@ -45,7 +45,7 @@ def rows(report: Iterable[str]) -> list[dict[str, str]]:
 
 
 def work(size: int, device: str, watch: Callable[[], object]) -> None:
-    """Take some steps of one selection; those after `watch` are looked at, the last unguided."""
+    """Take steps of one selection; those after `watch` are profiled, the last without a guess."""
     residual, gradient = (torch.zeros(size, device=device) for _ in range(2))
     guess = 0.0
     with on_stream_of_torch(device):
@@ -62,12 +62,12 @@ def work(size: int, device: str, watch: Callable[[], object]) -> None:
 
 
 def main() -> int:
-    """Run the work under ncu, and record what it counted."""
-    asked = arguments("what")
-    if asked.what == "work":
+    """Run the work under ncu, and record its counters."""
+    options = arguments("what")
+    if options.what == "work":
         work(SIZE, "cuda", torch.cuda.profiler.start)
         return 0
-    require_gpu(asked.device, "its counters are read")
+    require_gpu(options.device, "its counters are read")
     if shutil.which("ncu") is None:
         sys.exit("no ncu here: it comes with CUDA's toolkit")
     watched = ("--kernel-name", f"regex:^({'|'.join(LARGEST_KERNELS)})")

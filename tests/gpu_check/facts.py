@@ -1,4 +1,4 @@
-"""What is on the machine: versions, tools, packages that the check needs, and the host's name."""
+"""Record the machine: versions, tools, the check's packages, whether the host's name resolves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOLS = ("g++", "nvcc", "ncu", "compute-sanitizer", "mpirun", "nvidia-smi")
 
 
 def version_of(package: str) -> str | None:
-    """Return a package's version, or what its import said; None where it is missing."""
+    """Return a package's version, or the error of its import; None if it is missing."""
     if importlib.util.find_spec(package) is None:
         return None
     try:
@@ -31,7 +31,7 @@ def version_of(package: str) -> str | None:
 
 
 def own_name_is_known() -> bool:
-    """Tell whether the host can look up its own name: launchers may."""
+    """Tell whether the host can resolve its own name, as launchers may need."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:
@@ -39,7 +39,7 @@ def own_name_is_known() -> bool:
     return True
 
 
-def of_the_gpu() -> None:
+def record_gpu() -> None:
     """Record the GPU, its driver and the CUDA libraries."""
     properties = torch.cuda.get_device_properties(0)
     record(
@@ -66,7 +66,7 @@ def of_the_gpu() -> None:
 
 
 def main() -> None:
-    """Record what is here."""
+    """Record the machine, and its GPU if there is one."""
     device = arguments().device
     packages = {name: version_of(name) for name in PACKAGES}
     # A package of this name beside the others would hide the tests' own modules.
@@ -82,7 +82,7 @@ def main() -> None:
         tests_are_hidden_by=spec.origin if spec else None,
     )
     if on_gpu(device):
-        of_the_gpu()
+        record_gpu()
     missing = [name for name, version in packages.items() if version is None]
     print(f"missing: {', '.join(missing) if missing else 'nothing'}")
 

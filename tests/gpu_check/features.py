@@ -1,6 +1,6 @@
-"""What people train with, on one rank or several that share the device: each case by itself.
+"""Training features, on one rank or on several that share the device: one case each.
 
-Alone it makes itself a process group of one; under mpirun and torchrun it is one of the ranks.
+Without a launcher it makes a process group of one; under mpirun and torchrun it is one rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import NotHere, arguments, join_alone, on_gpu, run_cases, tests_of
+from common import CaseSkipped, arguments, init_group_of_one, on_gpu, run_cases, tests_of
 
 import gtopk
 import gtopk.torch as hvd
@@ -26,9 +26,9 @@ Compression = hvd.Compression
 
 
 def join() -> bool:
-    """Join the ranks; return whether torch.distributed has them, too."""
+    """Join the ranks; return whether torch.distributed is initialized."""
     if launched_by() is None:
-        join_alone(DEVICE)
+        init_group_of_one(DEVICE)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         torch.distributed.init_process_group("gloo")  # NCCL refuses ranks that share a GPU
     hvd.init()
@@ -66,12 +66,12 @@ def loss_of(model: Callable[..., Any], *of_batch: Any, **to: Any) -> torch.Tenso
 
 
 def sgd(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that most cases have."""
+    """Return the optimizer that most cases use."""
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
 
 def distributed(model: torch.nn.Module, compression: Any, **options: Any) -> Any:
-    """Return that optimizer, distributed."""
+    """Return the optimizer of `sgd`, distributed."""
     return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression, **options)
 
 
@@ -94,54 +94,56 @@ def train(
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
-    """Return all weights on the host, and see to it that the ranks have the same."""
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    found = torch.cat([p.detach().cpu().reshape(-1) for p in whole])
+    """Return all weights on the host, after checking that the ranks have the same."""
+    full_parameters = [
+        p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()
+    ]
+    found = torch.cat([p.detach().cpu().reshape(-1) for p in full_parameters])
     rows = hvd.allgather_object(found.view(torch.uint8).numpy().tobytes())
     assert len(set(rows)) == 1, "the ranks' models are not the same"
     return found
 
 
-def as_on_the_host(compression: Any, **options: Any) -> None:
-    """Train here and on the host, and compare."""
+def assert_trains_as_on_host(compression: Any, **options: Any) -> None:
+    """Train on the device and on the host, and compare the weights."""
     expected = train("cpu", compression, **options)
-    close(train(PLACE, compression, **options), expected)
+    assert_close(train(PLACE, compression, **options), expected)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, relative: float = 1e-6) -> None:
-    """Compare weights; the sums of a GPU's layers are of another order than the host's."""
+def assert_close(found: torch.Tensor, expected: torch.Tensor, relative: float = 1e-6) -> None:
+    """Compare weights; a GPU's layers sum in another order than the host's."""
     torch.testing.assert_close(found, expected, rtol=relative, atol=relative / 10)
     assert not torch.equal(expected, expected[:1].expand_as(expected))
 
 
 def require(here: bool, what: str) -> None:
-    """Skip the case unless it is one for here."""
+    """Skip the case unless it applies here."""
     if not here:
-        raise NotHere(what)
+        raise CaseSkipped(what)
 
 
 # ---- compressions
 
 
-def test_every_method() -> None:
+def test_every_compression_method() -> None:
     for name in ("gtopk", "topk", "oktopk", "hierarchical"):
-        as_on_the_host(getattr(Compression, name)(density=0.05))
+        assert_trains_as_on_host(getattr(Compression, name)(density=0.05))
 
 
 def test_values_in_16_bits() -> None:
-    as_on_the_host(Compression.gtopk(density=0.05, values="bf16"))
+    assert_trains_as_on_host(Compression.gtopk(density=0.05, values="bf16"))
 
 
 def test_momentum_correction() -> None:
-    as_on_the_host(Compression.gtopk(density=0.05, momentum_correction=0.9))
+    assert_trains_as_on_host(Compression.gtopk(density=0.05, momentum_correction=0.9))
 
 
 def test_adam_correction() -> None:
-    as_on_the_host(Compression.gtopk(density=0.05, adam_correction=(0.9, 0.99)))
+    assert_trains_as_on_host(Compression.gtopk(density=0.05, adam_correction=(0.9, 0.99)))
 
 
 def test_adamw_wrapped() -> None:
-    # Its first steps are all of one length but for rounding: nothing to compare with the host's.
+    # AdamW's first steps all have about one length, so rounding decides: the host's may differ.
     for compression in (Compression.gtopk(density=0.05), Compression.shards()):
         model = network(dtype=torch.float32)
         own = torch.optim.AdamW(model.parameters(), lr=0.01, fused=GPU)
@@ -158,13 +160,13 @@ def test_adamw_wrapped() -> None:
 
 
 def test_dense() -> None:
-    as_on_the_host(Compression.none)
+    assert_trains_as_on_host(Compression.none)
     for compression in (Compression.fp16, Compression.bf16):
-        close(train(PLACE, compression), train("cpu", compression), 1e-2)
+        assert_close(train(PLACE, compression), train("cpu", compression), 1e-2)
 
 
 def test_auto() -> None:
-    # What it takes depends on clocks: all that is certain is that the ranks agree.
+    # The choice depends on clocks, so only the agreement of the ranks is checked.
     train(PLACE, Compression.auto(density=0.05), steps=12)
 
 
@@ -172,12 +174,14 @@ def test_auto() -> None:
 
 
 def test_channels_last() -> None:
-    as_on_the_host(Compression.gtopk(density=0.05), to={"memory_format": torch.channels_last})
+    assert_trains_as_on_host(
+        Compression.gtopk(density=0.05), to={"memory_format": torch.channels_last}
+    )
 
 
 def test_clipping() -> None:
-    as_on_the_host(Compression.gtopk(density=0.05), global_clip_norm=0.1)
-    as_on_the_host(Compression.gtopk(density=0.05), local_clip_norm=0.1)
+    assert_trains_as_on_host(Compression.gtopk(density=0.05), global_clip_norm=0.1)
+    assert_trains_as_on_host(Compression.gtopk(density=0.05), local_clip_norm=0.1)
 
 
 def test_torch_compile() -> None:
@@ -187,16 +191,16 @@ def test_torch_compile() -> None:
         compression=Compression.gtopk(density=0.05),
         wrap=lambda model: torch.compile(model, backend=backend),
     )
-    close(found, train("cpu", Compression.gtopk(density=0.05)))
+    assert_close(found, train("cpu", Compression.gtopk(density=0.05)))
 
 
-def test_a_user_s_own_stream() -> None:
+def test_training_on_a_users_stream() -> None:
     require(GPU, "of CUDA")
     with torch.cuda.stream(torch.cuda.Stream()):
-        as_on_the_host(Compression.gtopk(density=0.05))
+        assert_trains_as_on_host(Compression.gtopk(density=0.05))
 
 
-def test_a_model_as_a_cuda_graph() -> None:
+def test_model_captured_as_a_cuda_graph() -> None:
     """Forward and backward are replayed: no hook is called, and gradients stay in one place."""
     model, inputs = network(), batch(0)
 
@@ -204,15 +208,15 @@ def test_a_model_as_a_cuda_graph() -> None:
         model(inputs).square().mean().backward()
 
     if GPU:
-        replay = captured(backward, model)
-    else:  # gradients come without hooks there, too
+        replay = capture(backward, model)
+    else:  # here gradients also come without hooks
 
         def replay() -> None:
             parameters = list(model.parameters())
             found = torch.autograd.grad(model(inputs).square().mean(), parameters)
             for parameter, gradient in zip(parameters, found, strict=True):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad
-                parameter.grad.data.copy_(gradient)  # uncounted, as what a graph writes
+                parameter.grad.data.copy_(gradient)  # without a new version, as a graph writes
 
     optimizer = distributed(model, Compression.gtopk(density=0.05))
     for step in range(STEPS):
@@ -221,10 +225,10 @@ def test_a_model_as_a_cuda_graph() -> None:
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
-    close(weights(model), train("cpu", Compression.gtopk(density=0.05)))
+    assert_close(weights(model), train("cpu", Compression.gtopk(density=0.05)))
 
 
-def test_a_cuda_graph_captured_in_the_middle() -> None:
+def test_cuda_graph_captured_after_some_steps() -> None:
     """Some steps by hooks, then a graph of the same optimizer."""
     require(GPU, "of CUDA")
     gtopk_ = Compression.gtopk(density=0.05)
@@ -237,7 +241,7 @@ def test_a_cuda_graph_captured_in_the_middle() -> None:
     replay: Callable[[], None] = backward
     for step in range(STEPS):
         if step == STEPS // 2:
-            replay = captured(backward, optimizer)
+            replay = capture(backward, optimizer)
         elif step < STEPS // 2:
             optimizer.zero_grad()
         inputs.copy_(batch(step))
@@ -245,13 +249,13 @@ def test_a_cuda_graph_captured_in_the_middle() -> None:
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
-    close(weights(model), train("cpu", gtopk_))
+    assert_close(weights(model), train("cpu", gtopk_))
 
 
-def captured(work: Callable[[], None], owner: Any) -> Callable[[], None]:
+def capture(work: Callable[[], None], owner: Any) -> Callable[[], None]:
     """Return the work as a CUDA graph; each replay sets the gradients anew.
 
-    owner: of the gradients, to make them None: the model, or the optimizer.
+    owner: the model or optimizer whose `zero_grad` clears the gradients.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -286,11 +290,11 @@ def test_amp_and_grad_scaler() -> None:
         losses.append(loss.item())
         scales.append(scaler.get_scale())
     assert losses[-1] < losses[0], losses
-    assert scales[7] == scales[6] / 2, scales  # on all ranks, as one has seen an infinity
+    assert scales[7] == scales[6] / 2, scales  # on all ranks, because one saw an infinity
     weights(model)
 
 
-# ---- other ways to train
+# ---- other training loops
 
 
 def test_local_sgd() -> None:
@@ -308,7 +312,7 @@ def test_local_sgd() -> None:
             optimizer.step()
         return weights(model)
 
-    close(trained(PLACE), trained("cpu"))
+    assert_close(trained(PLACE), trained("cpu"))
 
 
 def test_checkpoints() -> None:
@@ -320,7 +324,7 @@ def test_checkpoints() -> None:
         gtopk_ = Compression.gtopk(density=0.05)
         return model, hvd.DistributedOptimizer(own, model.named_parameters(), gtopk_)
 
-    def go_on(model: torch.nn.Module, optimizer: Any, steps: range) -> torch.Tensor:
+    def train_steps(model: torch.nn.Module, optimizer: Any, steps: range) -> torch.Tensor:
         for step in steps:
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -328,12 +332,12 @@ def test_checkpoints() -> None:
         return weights(model)
 
     model, optimizer = begin()
-    go_on(model, optimizer, range(3))
+    train_steps(model, optimizer, range(3))
     gtopk.save_checkpoint(folder, model, optimizer, step=3)
-    expected = go_on(model, optimizer, range(3, 6))
+    expected = train_steps(model, optimizer, range(3, 6))
     other, resumed = begin()
     assert gtopk.load_latest(folder, other, resumed) is not None
-    close(go_on(other, resumed, range(3, 6)), expected, 1e-9)
+    assert_close(train_steps(other, resumed, range(3, 6)), expected, 1e-9)
 
 
 def test_elastic() -> None:
@@ -356,7 +360,7 @@ def test_elastic() -> None:
 
     attempt(hvd.elastic.TorchState(model, optimizer, done=0))
     assert begun == [0, 2]
-    close(weights(model), train("cpu", Compression.gtopk(density=0.05)))
+    assert_close(weights(model), train("cpu", Compression.gtopk(density=0.05)))
 
 
 # ---- Horovod's collectives, of the device's tensors
@@ -382,7 +386,7 @@ def test_collectives() -> None:
         assert [each.tolist() for each in several] == [[1] * 1000, [1] * 5]
 
 
-# ---- torch.distributed's
+# ---- hooks of torch.distributed
 
 
 def test_ddp_hook() -> None:
@@ -403,7 +407,7 @@ def test_ddp_hook() -> None:
             loss_of(ddp, step).backward()
             optimizer.step()
         results.append(weights(model))
-    close(results[1], results[0], 1e-9)
+    assert_close(results[1], results[0], 1e-9)
     assert not torch.equal(results[2], results[0])
 
 
@@ -424,7 +428,7 @@ def test_fsdp2() -> None:
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
-    close(weights(model), train("cpu", Compression.none))
+    assert_close(weights(model), train("cpu", Compression.none))
 
 
 if __name__ == "__main__":

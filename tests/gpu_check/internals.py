@@ -1,4 +1,4 @@
-"""All that the check uses of the library beneath its public names, in one place."""
+"""All non-public names of the library that the check uses, in one place."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ array_of = view_array
 
 
 def on_stream_of_torch(device: str) -> AbstractContextManager[None]:
-    """Have the kernels work on torch's current stream of the first GPU; on the host, as ever."""
+    """Make the kernels use torch's current stream of the first GPU; on the host, change nothing."""
     return current_stream(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))()
 
 
 class Compiled(NamedTuple):
-    """A kernel, and what it takes: seconds to compile, registers a thread, bytes."""
+    """A kernel: seconds to compile, registers per thread, bytes of memory."""
 
     name: str
     seconds: float
@@ -40,7 +40,7 @@ class Compiled(NamedTuple):
 
 
 def compile_kernels(threads: int) -> list[Compiled]:
-    """Compile every kernel for the first GPU, by so many threads: NVRTC lets go of the GIL."""
+    """Compile every kernel for the first GPU, in parallel threads: NVRTC releases the GIL."""
     cupy = kernels.cupy()
 
     def compile_one(name: str) -> Compiled:
@@ -58,7 +58,7 @@ def compile_kernels(threads: int) -> list[Compiled]:
 def step_as_a_graph(
     residual: torch.Tensor, gradient: torch.Tensor, k: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return a step of one rank that is waited for, and its launch alone: a graph, once it is warm.
+    """Return a step of one rank with its wait, and its launch alone: once warm, a graph.
 
     Inside `on_stream_of_torch`. The sum is written beside the residual, so that it can be undone.
     """

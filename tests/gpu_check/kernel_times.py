@@ -1,4 +1,4 @@
-"""Time each kernel on a GPU, beside a copy of the same bytes.
+"""Time each kernel on a GPU, and a copy of the same bytes.
 
 One residual goes on from step to step, as error feedback has it; its gradients are normal numbers
 (synthetic). Each round times every row once, in turn, so that ratios are of one run.
@@ -61,12 +61,12 @@ def _spin() -> Any:
 
 
 def spin() -> None:
-    """Keep the current stream busy while the host launches what comes next."""
+    """Keep the current stream busy while the host launches the next work."""
     _spin()((1,), (1,), (np.int64(_SPIN_CYCLES),))
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long the current stream took for `work`, which only launches."""
+    """Return the current stream's seconds for `work`, which only launches."""
     before, after = (cupy().cuda.Event() for _ in range(2))
     spin()
     before.record()
@@ -77,7 +77,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def seconds_until(work: Callable[[], object]) -> float:
-    """Return how long the host took, from an idle current stream, until all of it was done."""
+    """Return the host's seconds from an idle current stream until all work is done."""
     stream = cupy().cuda.get_current_stream()
     stream.synchronize()
     begun = time.perf_counter()
@@ -92,8 +92,8 @@ def kernel_times(length: int, k: int, rounds: int) -> dict[str, dict[str, float]
     with arrays.cuda.Stream(non_blocking=True):
         residual, gradient, spare, beside = (arrays.zeros(length, np.float32) for _ in range(4))
         step, watched = Step(CudaMachine(), length, k, np.float32), WatchedMachine()
-        scratch, other = Scratch(CudaMachine()), Scratch(watched)
-        fresh = arrays.random.default_rng(0).standard_normal
+        scratch, watched_scratch = Scratch(CudaMachine()), Scratch(watched)
+        draw = arrays.random.default_rng(0).standard_normal
         found: dict[str, list[float]] = {}
 
         def note(name: str, seconds: float) -> None:
@@ -101,7 +101,7 @@ def kernel_times(length: int, k: int, rounds: int) -> dict[str, dict[str, float]
 
         threshold = 0.0
         for number in range(rounds + 5):
-            gradient[:] = fresh(length, dtype=np.float32)
+            gradient[:] = draw(length, dtype=np.float32)
 
             note("copy", seconds_of(partial(arrays.copyto, spare, residual)))
             # Into other memory, so that every row of a round adds to the same residual.
@@ -117,7 +117,7 @@ def kernel_times(length: int, k: int, rounds: int) -> dict[str, dict[str, float]
             watched.launches.clear()
             spin()
             picked, threshold = selection.accumulate_and_select(
-                other, residual, gradient, k, threshold
+                watched_scratch, residual, gradient, k, threshold
             )
             for name in dict.fromkeys(name for name, *_ in watched.launches):
                 spans = [pair for kernel, *pair in watched.launches if kernel == name]
@@ -144,10 +144,10 @@ def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float
     """Return the seconds of operations on lists of k entries, of which a tenth overlap."""
     held = picked.on_host()
     moved = (held.indices + (held.indices % 10 > 0)).astype(held.indices.dtype)
-    apart = np.append(True, moved[1:] > moved[:-1])
+    distinct = np.append(True, moved[1:] > moved[:-1])
     # One element longer: the last index may have moved by one.
     ours = picked._replace(length=picked.length + 1)
-    theirs = SparseVector(moved[apart], held.values[apart], ours.length).beside(picked.values)
+    theirs = SparseVector(moved[distinct], held.values[distinct], ours.length).beside(picked.values)
     room = cupy().empty(index_capacity(picked.entries, picked.length, "blocks"), np.uint8)
     return {
         "merge, waited for": seconds_until(lambda: entries.merge(scratch, ours, theirs, k)),

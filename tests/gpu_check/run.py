@@ -1,9 +1,9 @@
-"""All that a GPU is to prove, in one command: see README.md in this folder.
+"""Run everything that needs a GPU, in one command: see README.md in this folder.
 
 python3 tests/gpu_check/run.py                          all stages, in at most 500 s
-python3 tests/gpu_check/run.py bench kernels            these again
+python3 tests/gpu_check/run.py bench kernels            only these stages
 python3 tests/gpu_check/run.py --list                   the stages and their limits
-python3 tests/gpu_check/run.py --device cpu             what can be run without a GPU, small
+python3 tests/gpu_check/run.py --device cpu             everything that needs no GPU, small sizes
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUDGET_SECONDS = 500.0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the command line's settings."""
+    """Return the parsed command line."""
     scratch = Path(tempfile.gettempdir()) / f"gtopk_gpu_check_{os.getuid()}"
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("stages", nargs="*", help="which; default: all")
@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def environment(work: Path) -> dict[str, str]:
-    """Return the environment of the stages; what `core` installs lies in its prefix."""
+    """Return the stages' environment; `core` installs into its prefix."""
     prefix = work / "prefix"
     packages = sorted(map(str, prefix.glob("lib/python3*/site-packages")))
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -67,7 +67,7 @@ def environment(work: Path) -> dict[str, str]:
         "CUPY_CACHE_DIR": str(work / "cupy"),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "GTOPK_ADVICE": "off",
-        "GTOPK_TIMEOUT": "40",  # before a test's own limit, so that the error says who waits
+        "GTOPK_TIMEOUT": "40",  # before a test's own limit, so its error names the waiting rank
         # On one host.
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -84,23 +84,23 @@ def listing(all_groups: list[list[Stage]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the stages; 0 when none failed."""
-    asked = parse(arguments)
+    """Run the stages; return 0 if none failed."""
+    options = parse(arguments)
     try:
-        chosen = named(groups(asked.device, asked.wheels.absolute()), asked.stages)
+        chosen = named(groups(options.device, options.wheels.absolute()), options.stages)
     except ValueError as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 2
-    if asked.list:
+    if options.list:
         print(listing(chosen))
         return 0
-    out, work = asked.out.absolute(), asked.work.absolute()
+    out, work = options.out.absolute(), options.work.absolute()
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.jsonl").unlink(missing_ok=True)
     for name in ("logs", "results"):  # an earlier run's
         shutil.rmtree(work / name, ignore_errors=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    runner = Runner(out, work, asked.seconds, environment(work), ROOT)
+    runner = Runner(out, work, options.seconds, environment(work), ROOT)
     well = runner.run(chosen)
     bad = [f"{r.stage} ({r.outcome})" for r in runner.rows if r.outcome not in ("ok", "skipped")]
     print(f"{len(runner.rows) - len(bad)} of {len(runner.rows)} stages well; {out}")

@@ -1,13 +1,13 @@
-"""Runner: stages with limits, side by side or one after the other, and nothing lost when one fails.
+"""Runs stages with time limits, in parallel or in turn; a failed stage loses no results.
 
     budget   |--------------------------- at most so many seconds in all --------------------------|
     groups   | facts | core | bench | kernels      |  ...
                                     | library      |     of one group: side by side
                                     | features  xx |     late: SIGABRT (tracebacks), then SIGKILL
 
-A stage is a process group of its own, and carries its name in its environment, so that what it
-started is found and ended even in a session of its own: mpirun's and torchrun's ranks are.
-After each stage a line is on disk (fsync), and its log and its results are in the folder.
+A stage is its own process group, and has a tag in its environment, so that its processes are found
+and ended even in other sessions, as the ranks of mpirun and torchrun are.
+After each stage its line is on disk (fsync), and its log and its results are in the folder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-SKIPPED = 77  # a stage's exit code that says: this cannot be done here
-LEAST_SECONDS = 5.0  # with less of the budget left, no stage is begun
+SKIPPED = 77  # exit code of a stage that cannot run on this machine
+LEAST_SECONDS = 5.0  # no stage begins with less of the budget left
 TRACEBACK_SECONDS = 3.0
 KILL_SECONDS = 5.0
 TAG = "GPU_CHECK_STAGE"
@@ -46,9 +46,9 @@ class Stage(NamedTuple):
 class Row(NamedTuple):
     """A stage's line in the summary.
 
-    outcome: "ok", "failed", "timed out", "skipped" (it cannot be done here), "stopped" (the runner
+    outcome: "ok", "failed", "timed out", "skipped" (it cannot run here), "stopped" (the runner
         was told to end) or "not run" (the budget was spent).
-    left_behind: processes that it had not ended.
+    left_behind: the number of its processes that it had not ended.
     """
 
     stage: str
@@ -77,7 +77,7 @@ class Runner:
         self._out, self._cwd = out, cwd
         self._logs, self._results = work / "logs", work / "results"
         self._environment = environment
-        self._run = uuid.uuid4().hex  # other runs of this machine have stages of these names, too
+        self._run = uuid.uuid4().hex  # other runs on this machine have stages of the same names
         self._writing = threading.Lock()
         self._stopped = threading.Event()
         self.rows: list[Row] = []
@@ -92,7 +92,7 @@ class Runner:
                 running = [side_by_side.submit(self._stage, each) for each in group]
                 try:
                     wait(running)
-                except BaseException:  # told to end: by a signal's handler
+                except BaseException:  # a signal's handler ended the runner
                     self._stopped.set()
                     wait(running)
                     raise
@@ -157,7 +157,7 @@ class Runner:
         return "timed out"
 
     def _keep(self, row: Row) -> None:
-        """Write all that is known, so that it is there whatever happens next."""
+        """Write the summary, results and logs so far."""
         with self._writing:
             self.rows.append(row)
             with (self._out / "summary.jsonl").open("a", encoding="utf-8") as file:
@@ -186,30 +186,30 @@ class Runner:
         part = self._out / "logs.part"
         with tarfile.open(part, "w:gz", compresslevel=3) as archive:
             for path in sorted(self._logs.glob("*.log")):
-                with contextlib.suppress(OSError):  # one that grows while it is read
+                with contextlib.suppress(OSError):  # a log that grows while it is read
                     archive.add(path, path.name)
         part.replace(self._out / "logs.tar.gz")
 
 
 def file_name(stage: str) -> str:
-    """Return a stage's name as that of a file."""
+    """Return a file name for a stage."""
     return stage.replace(" ", "_")
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Return the lines that end: of a process that was killed, the last may not."""
+    """Return the complete lines: the last one of a killed process may be cut."""
     return path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
 
 
 def _read(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:  # ranks that wrote at once
+    except ValueError:  # ranks wrote at the same time
         return {"unreadable": line}
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that says something, shortened."""
+    """Return the last non-blank line of a log, shortened."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 10_000))
         lines = file.read().decode(errors="replace").splitlines()
@@ -222,7 +222,7 @@ def tagged(tag: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended, or is somebody else's
+            with contextlib.suppress(OSError):  # it ended, or belongs to another user
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
     return found
@@ -231,14 +231,14 @@ def tagged(tag: str) -> list[int]:
 def _end(
     tag: str, process: subprocess.Popen[bytes], number: signal.Signals, seconds: float
 ) -> None:
-    """Send a signal to all of a stage, and wait until they have ended, or for so long."""
+    """Send a signal to all processes of a stage; wait until they ended, or for `seconds`."""
     deadline = time.monotonic() + seconds
     for pid in tagged(tag):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
     while (process.poll() is None or tagged(tag)) and time.monotonic() < deadline:
         time.sleep(0.05)
-        if number == signal.SIGKILL:  # those, too, that were being started
+        if number == signal.SIGKILL:  # also processes that were just starting
             for pid in tagged(tag):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)

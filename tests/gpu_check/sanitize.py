@@ -21,21 +21,21 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
 def main() -> int:
-    """Run the small set under each tool; 0 when none found anything."""
+    """Run the small set under each tool; return 0 if none found an error."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("tools", nargs="*", default=TOOLS, metavar="TOOL", help="default: all four")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    asked = parser.parse_args()
-    if unknown := set(asked.tools) - set(TOOLS):
+    options = parser.parse_args()
+    if unknown := set(options.tools) - set(TOOLS):
         parser.error(f"no tool is named {', '.join(unknown)}; there are: {', '.join(TOOLS)}")
-    if asked.device == "cpu":
+    if options.device == "cpu":
         print("needs a GPU: its kernels are watched")
         return SKIPPED
     if shutil.which("compute-sanitizer") is None:
         sys.exit("no compute-sanitizer here: it comes with CUDA's toolkit")
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     exit_codes = {}
-    for tool in asked.tools:
+    for tool in options.tools:
         print(f"== {tool}", flush=True)
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
         # CuPy's own kernels are not ours to check.

@@ -1,7 +1,7 @@
-"""Every kind of kernel that a step has, on small vectors, equal to the reference to the bit.
+"""Every kind of kernel of a step, on small vectors, equal to the reference to the bit.
 
-Run as a program, each array is allocated by itself, so that a sanitizer finds what is written
-behind its end; CuPy's pool would hide it.
+As a program it allocates each array by itself, so that a sanitizer finds writes behind its
+end; CuPy's pool would hide them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collectives.kernels import Momentum, device, reference
 from collectives.kernels.reference_indices import index_capacity
 from collectives.kernels.reference_values import BITS, value_bytes
 
-# n, k: one tile and less, one tile and a bit, several of them. A tile has 8192 elements.
+# n, k: less than a tile, just above one tile, several tiles. A tile has 8192 elements.
 SIZES = ((5, 1), (8193, 40), (70_001, 700))
 
 
-def same(got: SparseVector, expected: SparseVector) -> None:
-    """See to it that a vector of the GPU is the reference's, to the bit."""
+def assert_same(got: SparseVector, expected: SparseVector) -> None:
+    """Check that a vector of the GPU equals the reference's to the bit."""
     found = got.on_host()
     assert found.indices.tolist() == expected.indices.tolist()
     assert found.values.tobytes() == expected.values.tobytes()
@@ -32,7 +32,7 @@ def on_host(array: Any) -> list[Any]:
 
 
 def select(cupy: Any, n: int, k: int, parts: int, momentum: bool) -> SparseVector:
-    """Accumulate, select and clear three times, beside the reference; return the last selection."""
+    """Accumulate, select and clear three times as the reference does; return the last selection."""
     random = np.random.default_rng(n + parts)
     residual, velocity = np.zeros((2, n), np.float32)
     held, held_velocity = cupy.zeros(n, np.float32), cupy.zeros(n, np.float32)
@@ -50,7 +50,7 @@ def select(cupy: Any, n: int, k: int, parts: int, momentum: bool) -> SparseVecto
             threshold,
             Momentum(held_velocity, 0.9) if momentum else None,
         )
-        same(picked, expected)
+        assert_same(picked, expected)
         reference.clear_at(residual, expected.indices)
         device.clear_at(held, picked.indices)
         assert held.get().tobytes() == residual.tobytes()
@@ -60,13 +60,13 @@ def select(cupy: Any, n: int, k: int, parts: int, momentum: bool) -> SparseVecto
 
 
 def merge_and_encode(cupy: Any, ours: SparseVector, k: int) -> None:
-    """Merge, sum, put and write down two selections, beside the reference."""
+    """Merge, sum, put and encode two selections as the reference does."""
     n, like = ours.length, cupy.zeros(1, np.float32)
     drawn = np.random.default_rng(n).standard_normal(n).astype(np.float32)
     theirs, _ = reference.select(drawn, k)
     a, b = ours.beside(like), theirs.beside(like)
-    same(device.merge(a, b, k), reference.merge(ours, theirs, k))
-    same(device.sum_by_index([a, b, a]), reference.sum_by_index([ours, theirs, ours]))
+    assert_same(device.merge(a, b, k), reference.merge(ours, theirs, k))
+    assert_same(device.sum_by_index([a, b, a]), reference.sum_by_index([ours, theirs, ours]))
     found = device.contains(a.indices, b.indices)
     assert on_host(found) == reference.contains(ours.indices, theirs.indices).tolist()
     dense, expected_dense = cupy.asarray(drawn), drawn.copy()
@@ -77,31 +77,31 @@ def merge_and_encode(cupy: Any, ours: SparseVector, k: int) -> None:
     device.put_at(parts, a)
     assert np.concatenate([p.get() for p in parts]).tobytes() == ours.to_dense().tobytes()
     for vector, written in ((a, ours), (b, theirs)):
-        room = cupy.zeros(index_capacity(vector.entries, n, "blocks"), np.uint8)
-        host_room = np.zeros(room.size, np.uint8)
-        taken = device.pack_indices(vector.indices, n, room, "blocks")
-        assert taken == kernels.pack_indices(written.indices, n, host_room, "blocks")
-        assert room.get()[:taken].tobytes() == host_room[:taken].tobytes()
-        indices, read = device.unpack_indices(room, vector.entries, n, "blocks")
+        packed = cupy.zeros(index_capacity(vector.entries, n, "blocks"), np.uint8)
+        expected_packed = np.zeros(packed.size, np.uint8)
+        taken = device.pack_indices(vector.indices, n, packed, "blocks")
+        assert taken == kernels.pack_indices(written.indices, n, expected_packed, "blocks")
+        assert packed.get()[:taken].tobytes() == expected_packed[:taken].tobytes()
+        indices, read = device.unpack_indices(packed, vector.entries, n, "blocks")
         assert (read, on_host(indices)) == (taken, written.indices.tolist())
         code_in_few_bits(vector.values, written.values)
 
 
 def code_in_few_bits(values: Any, written: Any) -> None:
-    """Round values and widen them again, beside the reference."""
+    """Round values and widen them again as the reference does."""
     for code in BITS:
-        host_room = np.zeros(value_bytes(written.size, code), np.uint8)
-        room = device.cupy().zeros(host_room.size, np.uint8)
-        exponent = kernels.pack_values(written, host_room, code)
-        assert device.pack_values(values, room, code) == exponent
-        assert room.get().tobytes() == host_room.tobytes()
-        seen: Any = device.unpack_values(room, written.size, exponent, written.dtype, code)
-        again = kernels.unpack_values(host_room, written.size, exponent, written.dtype, code)
+        expected_packed = np.zeros(value_bytes(written.size, code), np.uint8)
+        packed = device.cupy().zeros(expected_packed.size, np.uint8)
+        exponent = kernels.pack_values(written, expected_packed, code)
+        assert device.pack_values(values, packed, code) == exponent
+        assert packed.get().tobytes() == expected_packed.tobytes()
+        seen: Any = device.unpack_values(packed, written.size, exponent, written.dtype, code)
+        again = kernels.unpack_values(expected_packed, written.size, exponent, written.dtype, code)
         assert seen.get().tobytes() == again.tobytes()
 
 
 def work(cupy: Any) -> None:
-    """Launch every kind of kernel that a step has."""
+    """Launch every kind of kernel of a step."""
     for n, k in SIZES:
         for parts in (1, 3):
             for momentum in (False, True):

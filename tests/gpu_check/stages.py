@@ -1,4 +1,4 @@
-"""The stages of the check, in their order; those of one group run side by side."""
+"""The stages of the check, in order; the stages of a group run in parallel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from runner import Stage
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 KERNELS = "tests/collectives/kernels/device"
-# It takes most of the GPU's memory: not beside others.
-POOL = f"{KERNELS}/test_cuda.py::test_the_pool_gets_what_torch_has_cached"
+# This test takes most of the GPU's memory, so it runs alone.
+POOL = f"{KERNELS}/test_cuda.py::test_cupy_pool_gets_memory_that_torch_has_cached"
 LIBRARY = (
     "tests/collectives/algorithms/test_by_host.py",
     "tests/collectives/algorithms/test_on_device.py",
@@ -29,9 +29,9 @@ HOGBATCH = {"HOGBATCH_GPUS": "1"}
 
 
 def groups(device: str, wheels: Path) -> list[list[Stage]]:
-    """Return the stages for a device: "cuda", or "cpu" with small sizes and one by one.
+    """Return the stages for a device: "cuda", or "cpu" with small sizes and one after the other.
 
-    wheels: the folder of what is to be installed first; it may be missing.
+    wheels: the folder of wheels to install first; it may be missing.
     """
     small = device == "cpu"
 
@@ -39,7 +39,7 @@ def groups(device: str, wheels: Path) -> list[list[Stage]]:
         return [sys.executable, str(HERE / f"{name}.py"), "--device", device, *words]
 
     def tests(*words: str, workers: int) -> list[str]:
-        # No plugins but ours, whatever is installed; other versions than the pinned ones may warn.
+        # Load only these plugins; versions other than the pinned ones may warn.
         side_by_side = ("-p", "xdist.plugin", f"--numprocesses={workers}", "--dist=worksteal")
         how = ("--collect-only",) if small else ("--maxfail=40", *side_by_side)
         return [
@@ -55,7 +55,7 @@ def groups(device: str, wheels: Path) -> list[list[Stage]]:
         ]
 
     def torchrun(ranks: int, *words: str) -> list[str]:
-        # By the address: a machine without a network need not know its own name.
+        # An address, because a machine without a network may not resolve its own name.
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *words),
@@ -96,12 +96,12 @@ def groups(device: str, wheels: Path) -> list[list[Stage]]:
     ]
     if not small:
         return all_groups
-    # Few cores, and perhaps others at work: one after the other, and as much time as a test has.
+    # Few cores, perhaps busy: one after the other, with as much time as a test has.
     return [[each._replace(seconds=CPU_SECONDS)] for group in all_groups for each in group]
 
 
 def named(all_groups: Sequence[Sequence[Stage]], names: Sequence[str]) -> list[list[Stage]]:
-    """Return the stages of these names, all without any; raise ValueError for a name of none."""
+    """Return the stages of these names, or all; raise ValueError for an unknown name."""
     known = [stage.name for group in all_groups for stage in group]
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"no stage is named {', '.join(unknown)}; there are: {', '.join(known)}")

@@ -1,7 +1,7 @@
-"""A GPT on text, ranks that share one device: dense AdamW beside the recipes for transformers.
+"""Train a GPT on text, on ranks that share one device: dense AdamW and the transformer recipes.
 
-All begin with the same weights and see the same rows in the same order. Recorded is the loss on
-text held out, by step. On a GPU: 10.8 million parameters, on the sources of Python's library and of
+All begin with the same weights and see the same rows in the same order. The loss on held-out text
+is recorded by step. On a GPU: 10.8 million parameters, on the sources of Python's library and of
 this repository, as bytes; on a CPU far fewer of both.
 """
 
@@ -26,11 +26,11 @@ from models.gpt import Gpt
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".py", ".md", ".cu", ".cuh", ".cpp", ".hpp")
 BETAS = (0.9, 0.95)
-CLOCKED_EVERY = 5  # steps, rank 0 says whether the time is over
+CLOCKED_EVERY = 5  # steps: then rank 0 broadcasts whether the time is over
 
 
 class Size(NamedTuple):
-    """Of the model, the text and the training."""
+    """The sizes of the model, the text and the training."""
 
     rows: int  # of a rank's batch
     context: int
@@ -40,7 +40,7 @@ class Size(NamedTuple):
     text_bytes: int
     most_steps: int
     warm_steps: int  # in which the learning rate rises
-    every: int  # steps between looks at the text held out
+    every: int  # steps between evaluations
 
 
 SIZES = {
@@ -50,15 +50,15 @@ SIZES = {
 
 
 class Recipe(NamedTuple):
-    """What travels of AdamW's steps; and the share of the time that the training may take."""
+    """AdamW with a compression; share: of the time, for this training."""
 
     name: str
     compression: Any
     share: float
-    ramps: bool = True  # the rate, over the first half of the steps
+    ramps: bool = True  # the learning rate, over the first half of the steps
 
 
-# The first one says how many steps there is time for. Those after it: docs/tuning.md.
+# The first recipe determines the number of steps; the others are those of docs/tuning.md.
 RECIPES = (
     Recipe("dense AdamW", hvd.Compression.none, 0.3, ramps=False),
     Recipe("AdamW, shards", hvd.Compression.shards(period=4, bits=3), 0.35),
@@ -71,7 +71,7 @@ RECIPES = (
 
 
 def files() -> Iterator[Path]:
-    """Return the files whose text is learned."""
+    """Yield the files whose text is learned."""
     library = Path(sysconfig.get_path("stdlib"))
     ours = (ROOT / name for name in ("gtopk", "collectives", "docs", "tests"))
     for folder in (*ours, library):
@@ -82,7 +82,7 @@ def files() -> Iterator[Path]:
 
 
 def text(most: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes to learn and those held out: of every twentieth file. uint8."""
+    """Return the bytes to learn, and those of every twentieth file, held out: uint8 [n]."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     taken = 0
     for number, path in enumerate(files()):
@@ -98,7 +98,7 @@ def text(most: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Training:
-    """One recipe on all ranks, for so many steps, or until the time is over."""
+    """The training of one recipe on all ranks, for some steps or until the time is over."""
 
     def __init__(
         self, recipe: Recipe, size: Size, device: str, learned: torch.Tensor, held_out: torch.Tensor
@@ -109,7 +109,7 @@ class Training:
         self.curve: list[dict[str, float]] = []
 
     def run(self, steps: int, seconds: float) -> list[dict[str, float]]:
-        """Return rank 0's curve: step, seconds since the first, loss on the rows held out."""
+        """Return rank 0's curve: step, seconds since the start, loss on held-out rows."""
         size, model = self.size, self.model
         optimizer = hvd.DistributedOptimizer(
             torch.optim.AdamW(model.parameters(), lr=1e-3, betas=BETAS, weight_decay=0.0),
@@ -128,19 +128,19 @@ class Training:
             self._loss(rows).backward()
             optimizer.step()
             rates.step()
-            late = time.perf_counter() - begun > seconds
-            late = step % CLOCKED_EVERY == 0 and hvd.broadcast_object(late, 0)
-            if step % size.every == 0 or step == steps or late:
-                self._look(step, time.perf_counter() - begun)
-            if late:
+            time_is_over = time.perf_counter() - begun > seconds
+            time_is_over = step % CLOCKED_EVERY == 0 and hvd.broadcast_object(time_is_over, 0)
+            if step % size.every == 0 or step == steps or time_is_over:
+                self._evaluate(step, time.perf_counter() - begun)
+            if time_is_over:
                 break
         return self.curve
 
     def _warm_up(self, step: int) -> float:
         return min(1.0, (step + 1) / self.size.warm_steps)
 
-    def _look(self, step: int, seconds: float) -> None:
-        """Note the loss on the text held out: at the center, which is the same on all ranks."""
+    def _evaluate(self, step: int, seconds: float) -> None:
+        """Record the loss on held-out text, at the weights that are equal on all ranks."""
         if hvd.rank() > 0:
             return
         self.model.eval()
@@ -170,7 +170,7 @@ def new_model(size: Size, device: str) -> Gpt:
 
 
 def main() -> int:
-    """Train by each recipe; 0 when all have learned something."""
+    """Train by each recipe; return 0 if the loss of each fell below that of guessing."""
     device = arguments().device
     size = SIZES["cuda" if on_gpu(device) else "cpu"]
     hvd.init()

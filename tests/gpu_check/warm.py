@@ -1,4 +1,4 @@
-"""Compile every kernel, and what CuPy compiles for our calls: later stages wait for neither."""
+"""Compile every kernel, and CuPy's own for our calls, so that later stages do not wait for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collectives.transports import local_world, run_ranks
 
 
 def main() -> None:
-    """Compile, and record what it took."""
+    """Compile, and record seconds, registers and spills."""
     require_gpu(arguments().device, "kernels are compiled for the one that is here")
     begun = time.perf_counter()
     compiled = compile_kernels(max(1, len(os.sched_getaffinity(0)) - 2))
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def reduce_by_every_algorithm(arrays: Any) -> None:
-    """Reduce a small vector between two ranks in threads, each way that a GPU's can go."""
+    """Reduce a small GPU vector between two ranks in threads, by every algorithm on the device."""
     for algorithm in sorted(ON_DEVICE):
 
         def rank(transport: Transport, algorithm: str = algorithm) -> object:

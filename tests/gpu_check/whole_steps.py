@@ -1,7 +1,7 @@
-"""Whole training steps of one rank: plain SGD, beside it the same through gtopk and through DDP.
+"""Whole training steps of one rank: plain SGD, and the same step through gtopk and through DDP.
 
-The model has the shapes of parameters that it is named after and next to no forward pass, so that
-what a step takes beyond plain SGD's is what the exchange costs.
+A model has the parameters' shapes of its namesake and almost no forward pass, so that
+a step's time beyond plain SGD's is the cost of the exchange.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from common import Clock, device_name, join_alone, record, synchronize, wall_clock
+from common import Clock, device_name, init_group_of_one, record, synchronize, wall_clock
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +31,7 @@ def _resnet50() -> Shapes:
 
 
 def _small(shapes: Shapes) -> Shapes:
-    """Return shapes of as many parameters, each of at most 8 a side."""
+    """Return the shapes with each side cut to at most 8."""
     return [tuple(min(side, 8) for side in shape) for shape in shapes]
 
 
@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 
 
 class OfShapes(torch.nn.Module):
-    """Parameters, each of which is multiplied with numbers of its own and added up."""
+    """A model that multiplies each parameter with its own numbers and sums all products."""
 
     def __init__(self, shapes: Shapes, device: str) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class OfShapes(torch.nn.Module):
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """Be the one rank of a process group, and of gtopk."""
-    join_alone(device)
+    """Run as the single rank of a process group and of gtopk."""
+    init_group_of_one(device)
     hvd.init()
     try:
         yield
@@ -65,8 +65,8 @@ def process_group(device: str) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def ways(shapes: Shapes, device: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Return each way to take a step, by name; each has a model of its own."""
+def kinds_of_steps(shapes: Shapes, device: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield each kind of step, by name; each has its own model."""
     drawn = [torch.randn(shape, device=device) for shape in shapes]
 
     def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -103,12 +103,12 @@ def ways(shapes: Shapes, device: str) -> Iterator[tuple[str, Callable[[], None]]
 
 
 def whole_steps(name: str, device: str) -> None:
-    """Clock every way to take a step of a model of these shapes."""
+    """Time every kind of step of a model of these shapes."""
     shapes = MODELS[name]()
     shapes = _small(shapes) if device == "cpu" else shapes
     clock, plain = Clock(device), None
     with process_group(device):
-        for way, step in ways(shapes, device):
+        for way, step in kinds_of_steps(shapes, device):
             wall = wall_clock(step, device, warm=WARM)
             plain = plain or wall["median_us"]
             record(

@@ -80,7 +80,7 @@ def main(way: str) -> None:
                 transport.send(up(np.zeros(3)), transport.rank)
             transport.check_messages()  # by the hosts
             check_copies(transport, cuda, direct=False)
-        assert cuda.wrongs == []
+        assert cuda.misuses == []
     print(f"rank {transport.rank} of {transport.size}: {way}\n", end="", flush=True)
 
 

@@ -56,7 +56,7 @@ def test_orthogonal_vectors_add(size: int, random: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_equal_vectors_stay_as_they_are(size: int, random: np.random.Generator) -> None:
+def test_equal_vectors_are_unchanged(size: int, random: np.random.Generator) -> None:
     vector = random.integers(-9, 9, 23).astype(np.float32)  # with exact dot products
     assert combined([vector] * size).tolist() == vector.tolist()
 
@@ -67,17 +67,21 @@ def test_parallel_vectors_are_averaged() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_zeros_take_nothing_from_the_others(size: int, random: np.random.Generator) -> None:
+def test_zero_vectors_leave_a_single_nonzero_vector_unchanged(
+    size: int, random: np.random.Generator
+) -> None:
     vector = random.standard_normal(17)
-    nothing = np.zeros_like(vector)
+    zeros = np.zeros_like(vector)
     for rank in range(size):
-        vectors = [vector if other == rank else nothing for other in range(size)]
+        vectors = [vector if other == rank else zeros for other in range(size)]
         assert combined(vectors).tolist() == vector.tolist()
-    assert combined([nothing] * size).tolist() == nothing.tolist()
+    assert combined([zeros] * size).tolist() == zeros.tolist()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_scale_that_all_share_passes_through(size: int, random: np.random.Generator) -> None:
+def test_result_scales_with_a_factor_common_to_all_vectors(
+    size: int, random: np.random.Generator
+) -> None:
     vectors = random_vectors(random, size, 40)
     scaled = combined([vector * 2.0**-30 for vector in vectors])
     assert scaled.tolist() == (combined(vectors) * 2.0**-30).tolist()
@@ -85,12 +89,12 @@ def test_a_scale_that_all_share_passes_through(size: int, random: np.random.Gene
 
 @settings(max_examples=60)
 @given(st.data())
-def test_it_is_the_tree_of_pairs(data: st.DataObject) -> None:
+def test_result_equals_recursive_reference(data: st.DataObject) -> None:
     size, length = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 30))
     dtype = data.draw(st.sampled_from(DTYPES))
     # Either few values, for ties, zeros, parallel and opposite vectors, or arbitrary numbers.
-    few = st.sampled_from([-1.0, -0.5, 0.0, 0.0, 1.0, 2.0])
-    values = data.draw(st.sampled_from([few, st.floats(-100, 100, width=16)]))
+    few_values = st.sampled_from([-1.0, -0.5, 0.0, 0.0, 1.0, 2.0])
+    values = data.draw(st.sampled_from([few_values, st.floats(-100, 100, width=16)]))
     row = st.lists(values, min_size=length, max_size=length)
     vectors = [np.array(data.draw(row), dtype) for _ in range(size)]
     segments = data.draw(cuts(length))
@@ -107,7 +111,7 @@ def test_it_is_the_tree_of_pairs(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_vectors_longer_than_a_block(
+def test_vectors_longer_than_a_block_equal_recursive_reference(
     size: int, dtype: type[np.floating], random: np.random.Generator
 ) -> None:
     segments = [3, 40_001, 0, 100_000]
@@ -122,7 +126,7 @@ def test_vectors_longer_than_a_block(
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_value_affects_its_segment_only(
+def test_non_finite_value_affects_only_its_segment(
     size: int, bad: float, random: np.random.Generator
 ) -> None:
     vectors = random_vectors(random, size, 30)
@@ -133,7 +137,7 @@ def test_a_non_finite_value_affects_its_segment_only(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_rank_sends_two_vectors_and_the_dot_products(size: int) -> None:
+def test_rank_sends_two_vectors_and_the_dot_products(size: int) -> None:
     length, segments = 1 << 12, 3
     world = local_world(size)
     run_ranks(
@@ -164,7 +168,7 @@ def test_bfloat16_is_combined_in_float64_and_rounded_once_a_pair(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_no_rank_waits_for_a_send_that_another_cannot_receive_yet(
+def test_adasum_with_rendezvous_sends_does_not_deadlock(
     size: int, random: np.random.Generator
 ) -> None:
     vectors = random_vectors(random, size, 50)
@@ -172,7 +176,7 @@ def test_no_rank_waits_for_a_send_that_another_cannot_receive_yet(
     assert combined(vectors, [20, 30], rendezvous_world).tolist() == expected.tolist()
 
 
-def test_others_arrays_of_another_size_are_refused(threads: Callable[..., list[object]]) -> None:
+def test_arrays_of_different_sizes_are_refused(threads: Callable[..., list[object]]) -> None:
     def program(transport: LocalTransport) -> None:
         array = np.ones(8 << transport.rank)
         with pytest.raises(MessageError, match=f"from rank {1 - transport.rank} is malformed"):
@@ -182,12 +186,12 @@ def test_others_arrays_of_another_size_are_refused(threads: Callable[..., list[o
 
 
 @pytest.mark.parametrize("segments", [[4], [2, 4], [-1, 6], []])
-def test_segments_must_add_up(segments: list[int]) -> None:
+def test_segments_that_do_not_add_up_to_the_length_are_refused(segments: list[int]) -> None:
     with pytest.raises(ValueError, match=r"add up to 5 \(the array's\)"):
         adasum.allreduce(local_world(1)[0], np.ones(5), segments)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.complex128, np.uint8])
-def test_other_dtypes_are_refused(dtype: type) -> None:
+def test_non_float_dtypes_are_refused(dtype: type) -> None:
     with pytest.raises(ValueError, match=f"float64, got {np.dtype(dtype)}"):
         adasum.allreduce(local_world(1)[0], np.ones(5, dtype))

@@ -38,7 +38,7 @@ def test_nothing_is_lost(algorithm: str, world: tuple[int, list[SparseVector]]) 
 @every_algorithm
 @settings(max_examples=20)
 @given(worlds(np.float32, most_ranks=9))
-def test_nothing_is_lost_in_float32_but_the_rounding_of_its_additions(
+def test_nothing_but_rounding_is_lost_in_float32(
     algorithm: str, world: tuple[int, list[SparseVector]]
 ) -> None:
     k, picks = world
@@ -48,7 +48,7 @@ def test_nothing_is_lost_in_float32_but_the_rounding_of_its_additions(
 @truncating_algorithm
 @settings(max_examples=20)
 @given(worlds(np.float32, most_ranks=9))
-def test_the_update_has_at_most_k_entries_and_what_returns_was_picked(
+def test_update_has_at_most_k_entries_and_returned_entries_are_own_picks(
     algorithm: str, world: tuple[int, list[SparseVector]]
 ) -> None:
     k, picks = world
@@ -59,32 +59,32 @@ def test_the_update_has_at_most_k_entries_and_what_returns_was_picked(
 
 @every_algorithm
 @every_size
-def test_a_late_rank_does_not_change_the_result(
+def test_delays_of_ranks_do_not_change_the_result(
     algorithm: str, size: int, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, size, 200, 10)
     world = local_world(size, timeout_seconds=30)
     for transport in world:
-        _make_late(transport, np.random.default_rng([size, transport.rank]))
-    late = run_ranks(world, lambda t: reduce(picks[t.rank], 10, t, algorithm))
-    for (update, returned), (late_update, late_returned) in zip(
-        run(algorithm, picks, 10), late, strict=True
+        _delay(transport, np.random.default_rng([size, transport.rank]))
+    delayed = run_ranks(world, lambda t: reduce(picks[t.rank], 10, t, algorithm))
+    for (update, returned), (delayed_update, delayed_returned) in zip(
+        run(algorithm, picks, 10), delayed, strict=True
     ):
-        assert bits(update) == bits(late_update)
-        assert bits(returned) == bits(late_returned)
+        assert bits(update) == bits(delayed_update)
+        assert bits(returned) == bits(delayed_returned)
 
 
-def _make_late(transport: LocalTransport, random: np.random.Generator) -> None:
+def _delay(transport: LocalTransport, random: np.random.Generator) -> None:
     """Delay a rank's sends and receives, each by a different time."""
 
-    def late(call: Callable[..., object]) -> Callable[..., object]:
-        def dawdle(*arguments: object) -> object:
+    def delayed(call: Callable[..., object]) -> Callable[..., object]:
+        def call_later(*arguments: object) -> object:
             time.sleep(random.uniform(0, 2e-3))
             return call(*arguments)
 
-        return dawdle
+        return call_later
 
-    transport.send, transport.receive = late(transport.send), late(transport.receive)
+    transport.send, transport.receive = delayed(transport.send), delayed(transport.receive)
 
 
 @every_algorithm
@@ -104,7 +104,7 @@ def test_keeping_everything_is_the_dense_sum(
 
 @pytest.mark.parametrize("algorithm", ["dense", "topk-allgather"])
 @every_size
-def test_without_truncation_the_update_is_the_sum_of_all_picks(
+def test_update_is_the_sum_of_all_picks_without_truncation(
     algorithm: str, size: int, random: np.random.Generator
 ) -> None:
     picks = integer_picks(random, size, 200, 10)
@@ -124,7 +124,7 @@ def test_topk_allgather_adds_in_rank_order(size: int, random: np.random.Generato
 @truncating_algorithm
 @settings(max_examples=20)
 @given(worlds(np.float32))
-def test_two_ranks_get_the_largest_of_the_sum(
+def test_two_ranks_get_the_largest_entries_of_their_sum(
     algorithm: str, world: tuple[int, list[SparseVector]]
 ) -> None:
     k, (a, *others) = world
@@ -135,7 +135,7 @@ def test_two_ranks_get_the_largest_of_the_sum(
 
 
 @every_algorithm
-def test_a_single_rank_gets_back_what_it_picked(algorithm: str) -> None:
+def test_single_rank_gets_its_own_picks_as_update(algorithm: str) -> None:
     pick = entries([(1, 2.0), (3, -1.0)], 5, np.float32)
     ((update, returned),) = run(algorithm, [pick], 3)
     assert pairs_of(update) == pairs_of(pick)
@@ -143,17 +143,19 @@ def test_a_single_rank_gets_back_what_it_picked(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "mask"), [(2, 1), (4, 1), (4, 2), (4, 3), (8, 5)])
-def test_partners_may_trade_places(size: int, mask: int, random: np.random.Generator) -> None:
+def test_swapping_partner_ranks_does_not_change_the_result(
+    size: int, mask: int, random: np.random.Generator
+) -> None:
     picks = random_picks(random, size, 200, 10)
-    traded = [picks[rank ^ mask] for rank in range(size)]
-    outcomes, after_trade = run("gtopk", picks, 10), run("gtopk", traded, 10)
+    swapped = [picks[rank ^ mask] for rank in range(size)]
+    outcomes, after_swap = run("gtopk", picks, 10), run("gtopk", swapped, 10)
     for rank in range(size):
-        for one, other in zip(outcomes[rank], after_trade[rank ^ mask], strict=True):
+        for one, other in zip(outcomes[rank], after_swap[rank ^ mask], strict=True):
             assert bits(one) == bits(other)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_tree_and_recursive_doubling_merge_alike_at_powers_of_two(
+def test_tree_and_recursive_doubling_agree_at_powers_of_two(
     size: int, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, size, 200, 10)
@@ -162,7 +164,9 @@ def test_tree_and_recursive_doubling_merge_alike_at_powers_of_two(
 
 @every_algorithm
 @every_size
-def test_no_argument_changes(algorithm: str, size: int, random: np.random.Generator) -> None:
+def test_reduce_does_not_change_its_arguments(
+    algorithm: str, size: int, random: np.random.Generator
+) -> None:
     picks = random_picks(random, size, 50, 5)
     before = [bits(pick) for pick in picks]
     for pick in picks:
@@ -177,7 +181,7 @@ def test_no_argument_changes(algorithm: str, size: int, random: np.random.Genera
 
 @every_algorithm
 @every_size
-def test_nobody_picks_anything(algorithm: str, size: int) -> None:
+def test_update_is_empty_when_no_rank_picks_entries(algorithm: str, size: int) -> None:
     for update, returned in run(algorithm, [SparseVector.empty(7)] * size, 3):
         assert (update.entries, returned.entries) == (0, 0)
         assert update.length == returned.length == 7
@@ -185,7 +189,7 @@ def test_nobody_picks_anything(algorithm: str, size: int) -> None:
 
 @every_algorithm
 @every_size
-def test_one_rank_alone_picks_something(algorithm: str, size: int) -> None:
+def test_update_is_the_picks_of_the_only_rank_with_entries(algorithm: str, size: int) -> None:
     for owner in range(size):
         picks = [SparseVector.empty(7)] * size
         picks[owner] = entries([(2, -1.5), (6, 3.0)], 7, np.float32)
@@ -196,7 +200,7 @@ def test_one_rank_alone_picks_something(algorithm: str, size: int) -> None:
 
 @every_algorithm
 @every_size
-def test_a_vector_of_one_element_is_summed(algorithm: str, size: int) -> None:
+def test_vector_of_one_element_is_summed(algorithm: str, size: int) -> None:
     picks = [entries([(0, 1.0 + rank)], 1, np.float32) for rank in range(size)]
     for update, returned in run(algorithm, picks, 1):
         assert pairs_of(update) == [(0, size * (size + 1) / 2)]
@@ -205,7 +209,7 @@ def test_a_vector_of_one_element_is_summed(algorithm: str, size: int) -> None:
 
 @truncating_algorithm
 @every_size
-def test_with_one_entry_each_the_largest_wins(algorithm: str, size: int) -> None:
+def test_largest_pick_wins_when_each_rank_picks_one_entry(algorithm: str, size: int) -> None:
     picks = [entries([(rank, -1.0 - rank)], size, np.float32) for rank in range(size)]
     outcomes = run(algorithm, picks, 1)
     for rank, (update, returned) in enumerate(outcomes):
@@ -215,14 +219,14 @@ def test_with_one_entry_each_the_largest_wins(algorithm: str, size: int) -> None
 
 @truncating_algorithm
 @every_size
-def test_among_equals_the_lowest_indices_win(algorithm: str, size: int) -> None:
+def test_lowest_indices_win_among_equal_values(algorithm: str, size: int) -> None:
     picks = [entries([(size - 1 - rank, 1.0)], size, np.float32) for rank in range(size)]
     for update, _ in run(algorithm, picks, 2 if size > 1 else 1):
         assert update.indices.tolist() == list(range(min(size, 2)))
 
 
 @truncating_algorithm
-def test_entries_that_cancel_leave_room_for_others(algorithm: str) -> None:
+def test_picks_that_cancel_leave_room_for_others_and_are_returned(algorithm: str) -> None:
     # Index 3 has the largest picks, which sum to zero.
     a = entries([(3, 9.0), (4, 0.5)], 8, np.float32)
     b = entries([(3, -9.0), (7, 0.25)], 8, np.float32)

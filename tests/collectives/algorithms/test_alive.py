@@ -9,7 +9,7 @@ from collectives.algorithms.conservation import alive_bytes, pack_alive, unpack_
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000])
-def test_bits_come_back_in_the_fewest_bytes(count: int, random: np.random.Generator) -> None:
+def test_alive_bits_round_trip_in_the_fewest_bytes(count: int, random: np.random.Generator) -> None:
     alive = random.random(count) < 0.5
     bits = pack_alive(alive)
     assert bits.dtype == np.uint8

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from collectives.algorithms.oktopk import block_slices, is_even
 
 
-def test_the_moves_are_as_drawn() -> None:
+def test_balancing_moves_are_as_drawn() -> None:
     # Region 0 keeps 0 1 and sends 2 3 4 and 5; region 2 keeps 6 7.
     assert [[range(9)[part] for part in row] for row in block_slices([6, 0, 2])] == [
         [range(2), range(2, 5), range(5, 6)],
@@ -19,7 +19,9 @@ def test_the_moves_are_as_drawn() -> None:
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9))
-def test_every_entry_goes_to_one_block_and_blocks_are_equal(counts: list[int]) -> None:
+def test_every_entry_goes_to_one_block_and_block_sizes_differ_by_at_most_one(
+    counts: list[int],
+) -> None:
     plan = block_slices(counts)
     blocks: list[list[tuple[int, int]]] = [[] for _ in counts]
     for region, row in enumerate(plan):
@@ -32,7 +34,7 @@ def test_every_entry_goes_to_one_block_and_blocks_are_equal(counts: list[int]) -
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9))
-def test_a_rank_with_a_surplus_sends_at_most_all_but_its_block(counts: list[int]) -> None:
+def test_rank_with_a_surplus_sends_at_most_all_but_its_block(counts: list[int]) -> None:
     block = -(-sum(counts) // len(counts))
     for region, row in enumerate(block_slices(counts)):
         sent = sum(part.stop - part.start for at, part in enumerate(row) if at != region)
@@ -51,5 +53,5 @@ def test_a_rank_with_a_surplus_sends_at_most_all_but_its_block(counts: list[int]
         ([2, 0, 0], False),
     ],
 )
-def test_parts_within_a_quarter_of_their_mean_are_even(counts: list[int], even: bool) -> None:
+def test_counts_are_even_within_a_quarter_of_their_mean(counts: list[int], even: bool) -> None:
     assert is_even(counts) == even

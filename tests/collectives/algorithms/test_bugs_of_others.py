@@ -22,7 +22,9 @@ from tests.collectives.algorithms.worlds import (
 
 
 @every_size
-def test_ranks_need_not_be_a_power_of_two(size: int, random: np.random.Generator) -> None:
+def test_gtopk_sums_all_picks_for_any_number_of_ranks(
+    size: int, random: np.random.Generator
+) -> None:
     # An implementation ran log2(P) rounds of pairs, and overran its list of ranks or hung.
     picks = integer_picks(random, size, 60, 20)
     for update, _ in run("gtopk", picks, 60):
@@ -30,9 +32,7 @@ def test_ranks_need_not_be_a_power_of_two(size: int, random: np.random.Generator
 
 
 @every_algorithm
-def test_k_may_grow_and_shrink_from_call_to_call(
-    algorithm: str, random: np.random.Generator
-) -> None:
+def test_k_may_change_from_call_to_call(algorithm: str, random: np.random.Generator) -> None:
     # An implementation sized its buffer with the first k: a larger k overran it, a smaller one
     # returned the tail of the previous result.
     world = local_world(3, timeout_seconds=30)
@@ -44,7 +44,7 @@ def test_k_may_grow_and_shrink_from_call_to_call(
 
 
 @pytest.mark.parametrize("algorithm", ["dense", "topk-allgather", *TRUNCATING])
-def test_lists_of_different_lengths_lose_no_tail(algorithm: str) -> None:
+def test_lists_of_different_lengths_are_summed_to_their_ends(algorithm: str) -> None:
     # An implementation split the gathered lists into equal parts.
     picks = [
         entries([(index, 1.0) for index in range(rank * 10, rank * 10 + count)], 40, np.float32)
@@ -56,7 +56,7 @@ def test_lists_of_different_lengths_lose_no_tail(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", *TRUNCATING])
-def test_indices_beyond_what_float32_can_count_arrive(algorithm: str) -> None:
+def test_indices_beyond_float32_precision_arrive_exactly(algorithm: str) -> None:
     # Implementations sent indices as float32, which is exact only up to 2^24, or as 16 bits.
     last = [2**16, 2**24 + 1, 2**31 - 2]
     picks = [entries([(index, 1.0)], 2**31 - 1, np.float32) for index in last]
@@ -65,7 +65,7 @@ def test_indices_beyond_what_float32_can_count_arrive(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", *TRUNCATING])
-def test_vectors_beyond_2_31_elements_are_reduced(algorithm: str) -> None:
+def test_vectors_longer_than_2_31_elements_are_reduced(algorithm: str) -> None:
     length = 2**40
     picks = [
         SparseVector(np.array([7, 2**31 + rank]), np.array([1.0, 2.0 + rank]), length)
@@ -77,7 +77,7 @@ def test_vectors_beyond_2_31_elements_are_reduced(algorithm: str) -> None:
 
 
 @every_algorithm
-def test_fewer_picks_than_ranks_are_enough(algorithm: str) -> None:
+def test_fewer_picks_than_ranks_are_reduced(algorithm: str) -> None:
     # An implementation divided the number of picks by the number of ranks.
     picks = [SparseVector.empty(30)] * 8 + [entries([(29, 1.0)], 30, np.float32)]
     for update, _ in run(algorithm, picks, 1):
@@ -85,7 +85,7 @@ def test_fewer_picks_than_ranks_are_enough(algorithm: str) -> None:
 
 
 @every_algorithm
-def test_results_of_a_call_outlive_the_next_one(
+def test_next_call_leaves_earlier_results_unchanged(
     algorithm: str, random: np.random.Generator
 ) -> None:
     # An implementation returned views of a buffer that the next call overwrote.

@@ -18,7 +18,7 @@ from collectives.transports.staged import StagedTransport
 from collectives.wire import EXACT, Format
 from tests.collectives.algorithms.worlds import (
     FORMATS,
-    WAYS,
+    VARIANTS,
     Outcome,
     assert_nothing_is_lost,
     bits,
@@ -32,19 +32,19 @@ TRANSPORTS: dict[str, Callable[[Transport], Transport]] = {
     "staged": StagedTransport,
 }
 SIZES = [1, 2, 3, 6]
-every_way = pytest.mark.parametrize("way", WAYS)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def on_gpus(
-    way: str,
+def reduce_on_gpus(
+    variant: str,
     picks: Sequence[SparseVector],
     k: int,
     format: Format = EXACT,
     over: str = "hosts",
-    ranks_without: Sequence[int] = (),
+    host_ranks: Sequence[int] = (),
 ) -> list[Outcome]:
     """Return every rank's result for a vector on its own GPU, copied to the host."""
-    algorithm, usual = WAYS[way]
+    algorithm, usual = VARIANTS[variant]
     options = usual(len(picks), k, picks[0].length)
 
     def rank(host: Transport) -> Outcome:
@@ -52,14 +52,14 @@ def on_gpus(
         selected = picks[host.rank]
         with cuda.Device(host.rank):
             transport = NcclTransport(host) if over == "nccl" else TRANSPORTS[over](host)
-            if host.rank not in ranks_without:
+            if host.rank not in host_ranks:
                 selected = selected.beside(cuda_array())
         # Set another current device: the reduction must use the vector's own.
         with cuda.Device(7):
             outcome = reduce(selected, k, transport, algorithm, format=format, **options)
         for vector in outcome:
             assert type(vector.values) is type(vector.indices) is type(selected.values)
-            if host.rank not in ranks_without:
+            if host.rank not in host_ranks:
                 assert vector.values.device.id == vector.indices.device.id == host.rank
         update, returned = outcome
         with cuda.Device(host.rank):
@@ -72,64 +72,66 @@ def cuda_array() -> Any:
     return import_module("cupy").empty(0, np.float32)
 
 
-def same(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
+def same_bits(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
     return [[bits(vector) for vector in outcome] for outcome in outcomes] == [
         [bits(vector) for vector in outcome] for outcome in expected
     ]
 
 
-@every_way
+@every_variant
 @pytest.mark.parametrize("over", TRANSPORTS)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_gpus_vector_gives_the_bits_of_the_hosts(
-    cuda: Any, way: str, over: str, size: int, random: np.random.Generator
+def test_gpu_vectors_reduce_to_the_same_bits_as_host_vectors(
+    cuda: Any, variant: str, over: str, size: int, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, size, 300, 20)
-    assert same(on_gpus(way, picks, 20, over=over), run(way, picks, 20))
+    assert same_bits(reduce_on_gpus(variant, picks, 20, over=over), run(variant, picks, 20))
 
 
-@every_way
+@every_variant
 @pytest.mark.parametrize("format", FORMATS, ids="-".join)
-def test_so_it_does_in_every_format(
-    cuda: Any, way: str, format: Format, random: np.random.Generator
+def test_gpu_vectors_reduce_to_the_same_bits_as_host_vectors_in_every_format(
+    cuda: Any, variant: str, format: Format, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, 3, 300, 20, np.float64)
-    outcomes = on_gpus(way, picks, 20, format)
-    assert same(outcomes, run(way, picks, 20, format))
+    outcomes = reduce_on_gpus(variant, picks, 20, format)
+    assert same_bits(outcomes, run(variant, picks, 20, format))
     assert_nothing_is_lost(picks, outcomes, additions=4 * 3)
 
 
-@every_way
-def test_so_it_does_where_a_gpu_has_no_kernels_for_the_format(
-    cuda: Any, way: str, random: np.random.Generator
+@every_variant
+def test_nccl_reduces_formats_without_gpu_kernels_to_the_hosts_bits(
+    cuda: Any, variant: str, random: np.random.Generator
 ) -> None:
     format = Format("packed", "bf16")
     picks = random_picks(random, 3, 300, 20)
-    outcomes = on_gpus(way, picks, 20, format, "nccl")
-    assert same(outcomes, run(way, picks, 20, format))
+    outcomes = reduce_on_gpus(variant, picks, 20, format, "nccl")
+    assert same_bits(outcomes, run(variant, picks, 20, format))
 
 
-@every_way
+@every_variant
 def test_ranks_with_and_without_a_gpu_reduce_together(
-    cuda: Any, way: str, random: np.random.Generator
+    cuda: Any, variant: str, random: np.random.Generator
 ) -> None:
     picks = integer_picks(random, 5, 300, 20)
-    outcomes = on_gpus(way, picks, 20, ranks_without=[1, 4])
-    assert same(outcomes, run(way, picks, 20))
+    outcomes = reduce_on_gpus(variant, picks, 20, host_ranks=[1, 4])
+    assert same_bits(outcomes, run(variant, picks, 20))
     before = np.sum([pick.to_dense() for pick in picks], axis=0)
     after = outcomes[0][0].to_dense() + sum(returned.to_dense() for _, returned in outcomes)
     assert after.tolist() == before.tolist()
 
 
-def test_each_vector_is_copied_once(cuda: Any, random: np.random.Generator) -> None:
+def test_each_gpu_vector_is_copied_to_the_host_and_back_once(
+    cuda: Any, random: np.random.Generator
+) -> None:
     picks = random_picks(random, 4, 300, 20)
     expected = run("gtopk", picks, 20)
-    held: list[SparseVector] = []
+    on_gpu: list[SparseVector] = []
     for rank, pick in enumerate(picks):
         with import_module("cupy").cuda.Device(rank):
-            held.append(pick.beside(cuda_array()))
+            on_gpu.append(pick.beside(cuda_array()))
     cuda.copies.clear()
-    run_ranks(local_world(4), lambda t: reduce(held[t.rank], 20, t))
+    run_ranks(local_world(4), lambda t: reduce(on_gpu[t.rank], 20, t))
     copies: Counter[tuple[str, int, int]] = Counter()
     for rank, (pick, outcome) in enumerate(zip(picks, expected, strict=True)):
         copies.update([("down", rank, array.nbytes) for array in pick[:2]])
@@ -137,34 +139,34 @@ def test_each_vector_is_copied_once(cuda: Any, random: np.random.Generator) -> N
     assert Counter(cuda.copies) == copies
 
 
-@every_way
-def test_a_non_finite_value_is_an_error_that_names_the_rank(cuda: Any, way: str) -> None:
+@every_variant
+def test_non_finite_value_raises_error_that_names_its_rank(cuda: Any, variant: str) -> None:
     picks = [
         SparseVector(np.arange(3, dtype=np.int32), np.ones(3, np.float32), 9) for _ in range(3)
     ]
     picks[1].values[2] = np.nan
     with pytest.raises(NonFiniteError, match="rank 1") as raised:
-        on_gpus(way, picks, 3)
+        reduce_on_gpus(variant, picks, 3)
     assert raised.value.rank == 1
 
 
-def test_an_invalid_vector_is_refused(cuda: Any) -> None:
+def test_indices_out_of_order_are_refused(cuda: Any) -> None:
     falling = SparseVector(np.array([4, 2], np.int32), np.ones(2, np.float32), 9)
     with pytest.raises(ValueError, match="strictly increasing, got 4 before 2"):
-        on_gpus("gtopk", [falling], 3)
+        reduce_on_gpus("gtopk", [falling], 3)
 
 
 @pytest.mark.gpu
-@every_way
+@every_variant
 @pytest.mark.parametrize("size", SIZES)
-def test_a_real_gpus_vector_gives_the_bits_of_the_hosts(
-    way: str, size: int, random: np.random.Generator
+def test_real_gpu_vectors_reduce_to_the_same_bits_as_host_vectors(
+    variant: str, size: int, random: np.random.Generator
 ) -> None:
     cupy = pytest.importorskip("cupy")
     if not cupy.cuda.is_available():
         pytest.skip("needs a GPU")
     picks = random_picks(random, size, 3000, 200)
-    algorithm, usual = WAYS[way]
+    algorithm, usual = VARIANTS[variant]
     options = usual(size, 200, 3000)
 
     def rank(transport: Transport) -> Outcome:
@@ -174,4 +176,4 @@ def test_a_real_gpus_vector_gives_the_bits_of_the_hosts(
         assert isinstance(returned.values, cupy.ndarray)
         return update.on_host(), returned.on_host()
 
-    assert same(run_ranks(local_world(size), rank), run(way, picks, 200))
+    assert same_bits(run_ranks(local_world(size), rank), run(variant, picks, 200))

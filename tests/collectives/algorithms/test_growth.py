@@ -9,7 +9,7 @@ import pytest
 from collectives.algorithms.gtopk import check_growth, kept_sizes
 
 
-def test_the_sizes_are_as_drawn() -> None:
+def test_list_sizes_are_as_drawn() -> None:
     line = next(
         line for line in (kept_sizes.__doc__ or "").splitlines() if "growth = 4, 5 rounds" in line
     )
@@ -19,14 +19,16 @@ def test_the_sizes_are_as_drawn() -> None:
 
 @pytest.mark.parametrize("rounds", range(7))
 @pytest.mark.parametrize("k", [1, 3, 100])
-def test_without_growth_every_round_keeps_k(k: int, rounds: int) -> None:
+def test_every_round_keeps_k_without_growth(k: int, rounds: int) -> None:
     assert kept_sizes(k, 1.0, rounds, 10**6) == [k] * rounds
 
 
 @pytest.mark.parametrize("rounds", range(1, 7))
 @pytest.mark.parametrize("factor", [1.0, 1.5, 2.0, 4.0, 100.0])
 @pytest.mark.parametrize("k", [1, 3, 100])
-def test_sizes_never_fall_and_end_at_growth_times_k(k: int, factor: float, rounds: int) -> None:
+def test_list_sizes_never_fall_and_end_at_growth_times_k(
+    k: int, factor: float, rounds: int
+) -> None:
     sizes = kept_sizes(k, factor, rounds, 10**6)
     assert sizes == sorted(sizes)
     assert sizes[0] >= k
@@ -35,11 +37,11 @@ def test_sizes_never_fall_and_end_at_growth_times_k(k: int, factor: float, round
     assert k + sum(sizes[:-1]) < (rounds + factor) * k + rounds
 
 
-def test_no_list_is_longer_than_the_vector() -> None:
+def test_list_sizes_are_at_most_the_vectors_length() -> None:
     assert kept_sizes(5, 4.0, 3, 8) == [5, 8, 8]
 
 
 @pytest.mark.parametrize("factor", [0.99, 0.0, -1.0, math.inf, math.nan])
-def test_lists_cannot_shrink_or_grow_without_end(factor: float) -> None:
+def test_growth_below_1_or_not_finite_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match="growth must be a number from 1 on, got"):
         check_growth(factor)

@@ -31,7 +31,7 @@ def paired(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
-def by_hand(picks: list[SparseVector], k: int, growth: float = 1.0) -> SparseVector:
+def merged_on_one_rank(picks: list[SparseVector], k: int, growth: float = 1.0) -> SparseVector:
     """Return the result, merged on one rank: folds first, then pairs, then pairs of pairs."""
     count = paired(len(picks))
     nothing = picks[0].take(slice(0))
@@ -59,18 +59,18 @@ def cost(size: int, k: int, length: int, **options: Any) -> list[Traffic]:
 
 @settings(max_examples=80)
 @given(worlds(np.float32), st.sampled_from([1.0, 2.0, 5.0]))
-def test_the_update_is_that_of_merging_on_one_rank(
+def test_update_equals_merging_on_one_rank(
     world: tuple[int, list[SparseVector]], growth: float
 ) -> None:
     k, picks = world
-    expected = by_hand(picks, k, growth)
+    expected = merged_on_one_rank(picks, k, growth)
     for update, _ in run("gtopk", picks, k, growth=growth):
         assert bits(update) == bits(expected)
         assert update.entries <= max(k, round(growth * k))
 
 
 @pytest.mark.parametrize("size", [4, 6, 8, 13])
-def test_a_list_that_may_grow_drops_less(size: int, random: np.random.Generator) -> None:
+def test_larger_growth_drops_less(size: int, random: np.random.Generator) -> None:
     picks = random_picks(random, size, 2000, 30, np.float64)
     kept = [
         np.abs(run("gtopk", picks, 30, growth=growth)[0][0].values).sum()
@@ -81,9 +81,7 @@ def test_a_list_that_may_grow_drops_less(size: int, random: np.random.Generator)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_list_that_may_double_in_every_round_drops_nothing(
-    size: int, random: np.random.Generator
-) -> None:
+def test_lists_that_double_every_round_drop_nothing(size: int, random: np.random.Generator) -> None:
     picks = [p._replace(values=abs(p.values) + 1) for p in integer_picks(random, size, 500, 20)]
     expected = np.sum([pick.to_dense() for pick in picks], axis=0)
     for update, returned in run("gtopk", picks, 20, growth=float(size)):
@@ -91,19 +89,19 @@ def test_a_list_that_may_double_in_every_round_drops_nothing(
         assert returned.entries == 0
 
 
-# ---- what returns
+# ---- returned picks
 
 
 @settings(max_examples=60)
 @given(worlds(np.float32))
-def test_owners_get_their_dead_picks_whole(world: tuple[int, list[SparseVector]]) -> None:
+def test_dead_picks_return_to_their_owners_unchanged(world: tuple[int, list[SparseVector]]) -> None:
     k, picks = world
     for pick, (_, returned) in zip(picks, run("gtopk", picks, k, growth=2.0), strict=True):
         assert bits(returned) == bits(pick.where(contains(returned.indices, pick.indices)))
 
 
 @pytest.mark.parametrize("values", ["bf16", "fp16", "int8", "int4", "int3"])
-def test_a_dead_pick_returns_whole_and_its_rounding_is_forgotten(values: str) -> None:
+def test_dead_pick_returns_unrounded(values: str) -> None:
     # The four-rank example with rounding: 5:1.01 is dropped in the first round, and index 5 comes
     # back through ranks 2 and 3. Rank 2 gets the rounding error of its 3.03, and nothing of the
     # 1.01. Rank 4 is folded into rank 0, which reports that its pick is dead.
@@ -125,7 +123,7 @@ def test_a_dead_pick_returns_whole_and_its_rounding_is_forgotten(values: str) ->
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_rounding_of_a_list_is_split_over_those_who_hold_it(
+def test_rounding_errors_of_a_list_are_split_over_its_holders(
     size: int, random: np.random.Generator
 ) -> None:
     # All pick the same entries, so none dies; in round j a rank gets the rounding errors of every
@@ -144,7 +142,7 @@ def test_the_rounding_of_a_list_is_split_over_those_who_hold_it(
 
 @pytest.mark.parametrize("size", range(2, 18))
 @pytest.mark.parametrize("k", [1, 9])
-def test_a_rank_sends_a_list_a_round(size: int, k: int) -> None:
+def test_rank_sends_one_list_per_round(size: int, k: int) -> None:
     message = HEADER_BYTES + 8 * k
     rounds = paired(size).bit_length() - 1
     traffic = cost(size, k, 1000)
@@ -160,7 +158,7 @@ def test_a_rank_sends_a_list_a_round(size: int, k: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 @pytest.mark.parametrize("growth", [2.0, 4.0])
-def test_growing_lists_cost_what_the_rounds_before_kept(size: int, growth: float) -> None:
+def test_growing_lists_send_what_the_round_before_kept(size: int, growth: float) -> None:
     k = 10
     kept = kept_sizes(k, growth, paired(size).bit_length() - 1, 100_000)
     sent = [k, *kept[:-1]]
@@ -169,7 +167,7 @@ def test_growing_lists_cost_what_the_rounds_before_kept(size: int, growth: float
     assert sum(sent) < (len(sent) + growth) * k
 
 
-# ---- what is refused
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -179,7 +177,7 @@ def test_growing_lists_cost_what_the_rounds_before_kept(size: int, growth: float
         ({"growth": math.inf}, "growth must be a number from 1 on, got inf"),
     ],
 )
-def test_options_out_of_bounds_are_refused_before_anything_is_sent(
+def test_options_out_of_bounds_are_refused_before_sending(
     options: dict[str, Any], text: str
 ) -> None:
     world = local_world(2, 5)
@@ -190,7 +188,7 @@ def test_options_out_of_bounds_are_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_with_different_options_get_an_error_that_names_one(size: int) -> None:
+def test_ranks_with_different_growth_get_error_that_names_a_rank(size: int) -> None:
     picks = [entries([(rank, 1.0), (7, 1.0)], 9, np.float32) for rank in range(size)]
     with pytest.raises(MessageError, match=r"the message from rank \d "):
         run_ranks(
@@ -199,13 +197,15 @@ def test_ranks_with_different_options_get_an_error_that_names_one(size: int) -> 
         )
 
 
-def test_ranks_with_different_k_get_an_error_that_names_both() -> None:
+def test_ranks_with_different_k_get_error_that_quotes_both_values() -> None:
     pick = entries([(1, 1.0)], 9, np.float32)
     with pytest.raises(MessageError, match=r"from rank \d .* k is [23] where this rank's is [23]"):
         run_ranks(local_world(2, 5), lambda t: reduce(pick, 2 + t.rank, t))
 
 
-def test_both_ranks_of_an_exchange_get_the_largest_of_the_sum(random: np.random.Generator) -> None:
+def test_partners_of_an_exchange_both_get_the_largest_of_the_sum(
+    random: np.random.Generator,
+) -> None:
     lists = [
         entries(
             [

@@ -35,14 +35,14 @@ ACROSS: list[dict[str, Any]] = [
 ]
 
 
-# ---- of picks
+# ---- reductions of picks
 
 
 @pytest.mark.parametrize("across", ACROSS)
 @pytest.mark.parametrize("format", [Format(), Format("packed", "int8")], ids="-".join)
 @settings(max_examples=5)
 @given(worlds(np.float32))
-def test_with_one_rank_in_each_node_it_is_the_reduction_across(
+def test_nodes_of_one_rank_give_the_reduction_across_nodes(
     across: dict[str, Any], format: Format, world: tuple[int, list[SparseVector]]
 ) -> None:
     k, picks = world
@@ -57,7 +57,7 @@ def test_with_one_rank_in_each_node_it_is_the_reduction_across(
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
-def test_in_a_single_node_the_update_is_each_shards_largest(
+def test_single_node_update_is_the_largest_of_each_shard(
     size: int, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, size, 200, 20)
@@ -74,7 +74,7 @@ def test_in_a_single_node_the_update_is_each_shards_largest(
 @pytest.mark.parametrize("nodes", [by_twos, ragged, lambda size: [list(range(size))]])
 @settings(max_examples=6)
 @given(worlds(np.float64))
-def test_nothing_is_lost_on_any_nodes(
+def test_nothing_is_lost_for_any_division_into_nodes(
     across: dict[str, Any], nodes: Any, world: tuple[int, list[SparseVector]]
 ) -> None:
     k, picks = world
@@ -100,7 +100,7 @@ def test_keeping_everything_is_the_dense_sum(
         assert update.to_dense().tolist() == expected.tolist()
 
 
-def test_dead_picks_return_to_their_owners_not_to_who_added_them_up() -> None:
+def test_dead_picks_return_to_their_owners_not_to_the_shards_owner() -> None:
     # Nodes 0 1 and 2 3, k = 2: one entry for each half of the vector.
     picks = [
         entries([(0, 1.0), (9, 1.0)], 10, np.float32),
@@ -115,23 +115,23 @@ def test_dead_picks_return_to_their_owners_not_to_who_added_them_up() -> None:
     assert [returned.indices.tolist() for _, returned in outcomes] == [[0], [1], [8], []]
 
 
-def watched(transport: LocalTransport) -> list[tuple[int, int]]:
+def record_messages(transport: LocalTransport) -> list[tuple[int, int]]:
     """Return a list that records (from, to) of every message a rank sends, including its views."""
     sent: list[tuple[int, int]] = []
     send_on = transport.send_on
 
-    def watch(stream: Any, message: np.ndarray, to: int) -> Any:
+    def send_and_record(stream: Any, message: np.ndarray, to: int) -> Any:
         sent.append((transport.rank, to))
         return send_on(stream, message, to)
 
-    transport.send_on = watch
+    transport.send_on = send_and_record
     return sent
 
 
-def test_the_messages_are_those_drawn(random: np.random.Generator) -> None:
+def test_messages_are_as_drawn(random: np.random.Generator) -> None:
     picks = random_picks(random, 5, 100, 10)
     world = local_world(5, timeout_seconds=30)
-    sent = [watched(transport) for transport in world]
+    sent = [record_messages(transport) for transport in world]
     run_ranks(world, lambda t: reduce(picks[t.rank], 10, t, "hierarchical", nodes=DRAWN))
     inside = [(0, 1), (1, 0), (2, 0), (2, 1), (3, 4), (4, 3)]
     across = [(0, 3), (3, 0), (1, 4), (4, 1)]
@@ -143,7 +143,7 @@ def test_the_messages_are_those_drawn(random: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("per_node", [2, 4])
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_node_sends_as_much_as_one_rank_would(per_node: int, count: int) -> None:
+def test_node_sends_across_as_much_as_one_rank_would(per_node: int, count: int) -> None:
     k = 16
     pick = SparseVector(np.arange(k, dtype=np.int32), np.ones(k, np.float32), k)
     nodes = [list(range(at * per_node, (at + 1) * per_node)) for at in range(count)]
@@ -159,15 +159,15 @@ def test_a_node_sends_as_much_as_one_rank_would(per_node: int, count: int) -> No
         assert inside == 2 * (per_node - 1)
 
 
-def test_nodes_are_looked_up_where_none_are_given(random: np.random.Generator) -> None:
+def test_nodes_default_to_the_ranks_of_each_host(random: np.random.Generator) -> None:
     picks = random_picks(random, 4, 100, 10)
     hosts = [[0, 2], [1, 3]]
     world = local_world(4, timeout_seconds=30)
     for transport in world:
         transport.neighbours = lambda rank=transport.rank: hosts[rank % 2]
     found = run_ranks(world, lambda t: reduce(picks[t.rank], 10, t, "hierarchical"))
-    told = run("hierarchical", picks, 10, nodes=hosts)
-    assert [bits(update) for update, _ in found] == [bits(update) for update, _ in told]
+    with_given_nodes = run("hierarchical", picks, 10, nodes=hosts)
+    assert [bits(update) for update, _ in found] == [bits(update) for update, _ in with_given_nodes]
 
 
 @pytest.mark.parametrize(
@@ -181,16 +181,14 @@ def test_nodes_are_looked_up_where_none_are_given(random: np.random.Generator) -
         ({"nodes": [[0], [0]]}, r"each of the ranks 0\.\.0 in exactly one list"),
     ],
 )
-def test_bad_options_are_refused_before_anything_is_sent(
-    options: dict[str, Any], text: str
-) -> None:
+def test_bad_options_are_refused_before_sending(options: dict[str, Any], text: str) -> None:
     (transport,) = local_world(1)
     with pytest.raises(ValueError, match=text):
         reduce(SparseVector.empty(5), 2, transport, "hierarchical", **options)
     assert transport.traffic == Traffic(0, 0)
 
 
-# ---- of dense gradients
+# ---- reductions of dense gradients
 
 
 def step(
@@ -217,7 +215,7 @@ def step(
 @pytest.mark.parametrize("across", ACROSS)
 @pytest.mark.parametrize("nodes", [by_twos, ragged, lambda size: [list(range(size))]])
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 17])
-def test_over_many_steps_updates_and_residuals_are_all_gradients(
+def test_updates_and_residuals_sum_to_all_gradients_over_steps(
     size: int, nodes: Any, across: dict[str, Any], random: np.random.Generator
 ) -> None:
     length, k = 103, 15
@@ -242,7 +240,7 @@ def test_over_many_steps_updates_and_residuals_are_all_gradients(
 
 
 @pytest.mark.parametrize("values", ["bf16", "int8", "int3"])
-def test_rounding_stays_in_the_residuals(values: str, random: np.random.Generator) -> None:
+def test_rounding_errors_stay_in_the_residuals(values: str, random: np.random.Generator) -> None:
     size, length, k = 6, 90, 12
     nodes = by_twos(size)
     world = local_world(size, timeout_seconds=30)
@@ -266,7 +264,7 @@ def test_rounding_stays_in_the_residuals(values: str, random: np.random.Generato
     np.testing.assert_allclose(held, gradients.sum(axis=0), rtol=1e-12, atol=1e-13)
 
 
-def test_shards_cover_the_vector_and_have_room_for_their_share_of_any_k() -> None:
+def test_shards_cover_the_vector_and_quotas_of_any_k_fit() -> None:
     for length in range(1, 30):
         for shards in range(1, 8):
             bounds = shard_bounds(length, shards)
@@ -280,7 +278,7 @@ def test_shards_cover_the_vector_and_have_room_for_their_share_of_any_k() -> Non
                 )
 
 
-def test_a_vector_shorter_than_a_node_is_reduced() -> None:
+def test_vector_with_fewer_elements_than_ranks_per_node_is_reduced() -> None:
     world = local_world(4, timeout_seconds=30)
     nodes = [[0, 1, 2, 3]]
 
@@ -293,7 +291,7 @@ def test_a_vector_shorter_than_a_node_is_reduced() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_non_finite_value_in_a_shard_is_an_error_on_all_ranks(size: int) -> None:
+def test_non_finite_value_in_a_shard_raises_on_all_ranks(size: int) -> None:
     world = local_world(size, timeout_seconds=30)
     nodes = by_twos(size)
 

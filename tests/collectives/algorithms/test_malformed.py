@@ -43,7 +43,7 @@ from tests.collectives.algorithms.worlds import (
     ],
 )
 @every_algorithm
-def test_bad_arguments_are_refused_before_anything_is_sent(
+def test_bad_arguments_are_refused_before_sending(
     algorithm: str, change: dict[str, object], text: str
 ) -> None:
     (transport,) = local_world(1)
@@ -62,7 +62,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent(
         (SparseVector.empty(7, np.float64), "dtype is float.. where this rank's is float"),
     ],
 )
-def test_ranks_that_reduce_different_vectors_get_an_error_that_names_a_rank(
+def test_ranks_with_different_vectors_get_error_that_names_a_rank(
     algorithm: str, size: int, other: SparseVector, text: str
 ) -> None:
     picks = [other, *[SparseVector.empty(7)] * (size - 1)]
@@ -74,7 +74,7 @@ def test_ranks_that_reduce_different_vectors_get_an_error_that_names_a_rank(
     "other", [SparseVector.empty(4), SparseVector.empty(8, np.float64)], ids=["length", "dtype"]
 )
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_dense_sum_of_different_vectors_is_an_error_that_names_a_rank(
+def test_dense_sum_of_different_vectors_raises_error_that_names_a_rank(
     size: int, other: SparseVector
 ) -> None:
     picks = [other, *[SparseVector.empty(8)] * (size - 1)]
@@ -85,7 +85,7 @@ def test_a_dense_sum_of_different_vectors_is_an_error_that_names_a_rank(
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(a, b) for a in ALGORITHMS for b in ALGORITHMS if a != b]
 )
-def test_a_partner_that_runs_another_algorithm_is_an_error(ours: str, theirs: str) -> None:
+def test_ranks_with_different_algorithms_get_an_error(ours: str, theirs: str) -> None:
     picks = [entries([(rank, 1.0), (3, 2.0)], 9, np.float32) for rank in range(2)]
     with pytest.raises(MessageError, match=r"message from rank \d is malformed"):
         run_ranks(
@@ -95,7 +95,7 @@ def test_a_partner_that_runs_another_algorithm_is_an_error(ours: str, theirs: st
 
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", *TRUNCATING])
-def test_a_damaged_message_is_an_error_that_names_its_sender(algorithm: str) -> None:
+def test_damaged_message_raises_error_that_names_its_sender(algorithm: str) -> None:
     pick = entries([(1, 1.0), (4, 2.0)], 9, np.float32)
     message = encode(pick, 2).message
     for at in range(message.size):
@@ -117,7 +117,7 @@ def test_a_damaged_message_is_an_error_that_names_its_sender(algorithm: str) -> 
 
 
 @merging_algorithm
-def test_alive_bits_that_are_missing_are_an_error_not_a_double_return(algorithm: str) -> None:
+def test_missing_alive_bits_raise_an_error(algorithm: str) -> None:
     pick = entries([(1, 1.0), (4, 2.0)], 9, np.float32)
 
     def program(transport: LocalTransport) -> object:

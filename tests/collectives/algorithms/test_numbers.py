@@ -14,11 +14,11 @@ import pytest
 from collectives import MessageError, Transport, reduce, run_ranks
 from collectives.transports import LocalTransport, local_world
 from collectives.wire.message import MAGIC
-from tests.collectives.algorithms.worlds import WAYS, entries
+from tests.collectives.algorithms.worlds import VARIANTS, entries
 
 LENGTH, K = 9, 3
 NUMBER_AT = 46  # byte offset in a message: wire/header.py
-SPARSE = [way for way in WAYS if way != "dense"]
+SPARSE = [variant for variant in VARIANTS if variant != "dense"]
 
 
 def pick(rank: int) -> Any:
@@ -33,19 +33,19 @@ def numbers_in(message: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("way", SPARSE)
-def test_all_messages_of_a_reduction_have_its_number(way: str, size: int) -> None:
-    algorithm, options = WAYS[way]
+@pytest.mark.parametrize("variant", SPARSE)
+def test_all_messages_of_a_reduction_carry_its_number(variant: str, size: int) -> None:
+    algorithm, options = VARIANTS[variant]
     numbers: dict[int, set[int]] = defaultdict(set)
 
     def program(transport: LocalTransport) -> None:
         send_on, reductions = transport.send_on, []
 
-        def noting(stream: Transport, message: np.ndarray, to: int) -> Callable[[], None]:
+        def send_and_record(stream: Transport, message: np.ndarray, to: int) -> Callable[[], None]:
             numbers[len(reductions)].update(numbers_in(message))
             return send_on(stream, message, to)
 
-        transport.send_on = noting
+        transport.send_on = send_and_record
         while len(reductions) < 3:
             usual = options(size, K, LENGTH)
             reductions.append(len(reductions))
@@ -55,10 +55,10 @@ def test_all_messages_of_a_reduction_have_its_number(way: str, size: int) -> Non
     assert numbers == {1: {1}, 2: {2}, 3: {3}}
 
 
-@pytest.mark.parametrize("way", SPARSE)
-def test_a_message_of_the_reduction_before_is_refused(way: str) -> None:
+@pytest.mark.parametrize("variant", SPARSE)
+def test_message_of_the_previous_reduction_is_refused(variant: str) -> None:
     """Only the number differs: the message is valid, and has the right length and k."""
-    algorithm, options = WAYS[way]
+    algorithm, options = VARIANTS[variant]
     kept: list[np.ndarray] = []
 
     def program(transport: LocalTransport) -> None:
@@ -66,16 +66,20 @@ def test_a_message_of_the_reduction_before_is_refused(way: str) -> None:
         if transport.rank == 1:
             send_on = transport.send_on
 
-            def keeping(stream: Transport, message: np.ndarray, to: int) -> Callable[[], None]:
+            def send_and_keep(
+                stream: Transport, message: np.ndarray, to: int
+            ) -> Callable[[], None]:
                 kept.append(message.copy())
                 return send_on(stream, message, to)
 
-            def replaying(stream: Transport, message: np.ndarray, to: int) -> Callable[[], None]:
+            def send_kept_message(
+                stream: Transport, message: np.ndarray, to: int
+            ) -> Callable[[], None]:
                 return send_on(stream, kept.pop(0), to)
 
-            transport.send_on = keeping
+            transport.send_on = send_and_keep
             reduce(pick(1), K, transport, algorithm, **usual)
-            transport.send_on = replaying
+            transport.send_on = send_kept_message
         else:
             reduce(pick(0), K, transport, algorithm, **usual)
         reduce(pick(transport.rank), K, transport, algorithm, **usual)
@@ -86,16 +90,16 @@ def test_a_message_of_the_reduction_before_is_refused(way: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["gtopk", "topk-allgather"])
-def test_a_message_that_comes_twice_is_refused(algorithm: str) -> None:
+def test_duplicated_message_is_refused(algorithm: str) -> None:
     def program(transport: LocalTransport) -> None:
         send_on = transport.send_on
 
-        def twice(stream: Transport, message: np.ndarray, to: int) -> Callable[[], None]:
+        def send_twice(stream: Transport, message: np.ndarray, to: int) -> Callable[[], None]:
             send_on(stream, message, to)
             return send_on(stream, message, to)
 
         if transport.rank == 1:
-            transport.send_on = twice
+            transport.send_on = send_twice
         reduce(pick(transport.rank), K, transport, algorithm)
         reduce(pick(transport.rank), K, transport, algorithm)
 
@@ -103,10 +107,10 @@ def test_a_message_that_comes_twice_is_refused(algorithm: str) -> None:
         run_ranks(local_world(2, timeout_seconds=5), program)
 
 
-@pytest.mark.parametrize("way", SPARSE)
-def test_streams_count_by_themselves(way: str) -> None:
+@pytest.mark.parametrize("variant", SPARSE)
+def test_channels_and_subsets_number_their_reductions_separately(variant: str) -> None:
     """Reductions of a subset do not count as reductions of all ranks."""
-    algorithm, options = WAYS[way]
+    algorithm, options = VARIANTS[variant]
 
     def program(transport: LocalTransport) -> int:
         streams = [transport, transport.channel(1)]

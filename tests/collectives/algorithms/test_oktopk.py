@@ -49,7 +49,7 @@ def overhead_bytes(size: int, rounds: int = 4) -> int:
 
 @settings(max_examples=20)
 @given(worlds(np.float32), st.integers(1, 40))
-def test_the_update_is_the_largest_of_the_sum_of_all_picks(
+def test_update_is_the_largest_of_the_sum_of_all_picks(
     world: tuple[int, list[SparseVector]], k_out: int
 ) -> None:
     k, picks = world
@@ -61,7 +61,7 @@ def test_the_update_is_the_largest_of_the_sum_of_all_picks(
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("size", [2, 5, 8])
-def test_it_is_exact_wherever_the_picks_lie(
+def test_update_is_exact_for_any_pattern_of_indices(
     where: str, size: int, random: np.random.Generator
 ) -> None:
     picks = picks_where(where, random, size, 50_000, 600)
@@ -72,13 +72,13 @@ def test_it_is_exact_wherever_the_picks_lie(
 
 @settings(max_examples=20)
 @given(worlds(np.float32))
-def test_a_pick_is_in_the_update_or_returns_whole(world: tuple[int, list[SparseVector]]) -> None:
+def test_pick_is_in_the_update_or_returns_unchanged(world: tuple[int, list[SparseVector]]) -> None:
     k, picks = world
     for pick, (update, returned) in zip(picks, run("oktopk", picks, k), strict=True):
         assert bits(returned) == bits(pick.where(~contains(update.indices, pick.indices)))
 
 
-def test_the_four_rank_example_loses_nothing() -> None:
+def test_four_rank_example_loses_nothing() -> None:
     # gtopk drops rank 0's 5:1.0 on the way and updates 5:3.0; oktopk updates 5 with the whole sum.
     picks = [
         entries(pairs, 10, np.float64) for pairs in ([(5, 1.0)], [(7, 2.0)], [(5, 3.0)], [(9, 0.1)])
@@ -89,7 +89,7 @@ def test_the_four_rank_example_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 8])
-def test_boundaries_of_steps_before_change_no_bit(size: int, random: np.random.Generator) -> None:
+def test_reused_boundaries_do_not_change_the_update(size: int, random: np.random.Generator) -> None:
     world = local_world(size, timeout_seconds=30)
     kept = [Regions(every=3) for _ in world]
     for step in range(8):
@@ -108,7 +108,7 @@ def test_boundaries_of_steps_before_change_no_bit(size: int, random: np.random.G
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("size", some_of([2, 3, 4, 7, 8, 16, 17], 2, 7, 16))
-def test_no_rank_sends_more_than_six_k_words_whatever_the_indices(
+def test_rank_sends_at_most_six_k_words_for_any_indices(
     where: str, size: int, random: np.random.Generator
 ) -> None:
     k = 4000
@@ -127,7 +127,7 @@ def test_no_rank_sends_more_than_six_k_words_whatever_the_indices(
 
 @pytest.mark.parametrize("size", [2, 4, 9, 16])
 @pytest.mark.parametrize("loud", ["all in one region", "one rank's own"])
-def test_if_one_region_has_the_whole_update_its_owner_sends_no_more(
+def test_owner_of_the_whole_update_sends_at_most_six_k_words(
     size: int, loud: str, random: np.random.Generator
 ) -> None:
     k = 4000
@@ -149,7 +149,7 @@ def test_if_one_region_has_the_whole_update_its_owner_sends_no_more(
 
 @settings(max_examples=20)
 @given(worlds(np.float32), st.integers(1, 30))
-def test_the_worst_case_is_two_words_a_pick_and_four_an_entry_of_the_update(
+def test_rank_sends_at_most_two_words_per_pick_and_four_per_update_entry(
     world: tuple[int, list[SparseVector]], k_out: int
 ) -> None:
     k, picks = world
@@ -163,7 +163,7 @@ def test_the_worst_case_is_two_words_a_pick_and_four_an_entry_of_the_update(
 
 
 @pytest.mark.parametrize("size", range(2, 18))
-def test_if_all_ranks_pick_the_same_the_bytes_are_those_of_the_formula(size: int) -> None:
+def test_sent_bytes_equal_the_formula_when_all_ranks_pick_the_same(size: int) -> None:
     # k = 4 P indices, 4 in each region. The update has all sums, so balancing moves nothing.
     k = 4 * size
     pick = SparseVector(np.arange(k, dtype=np.int32), np.ones(k, np.float32), k)
@@ -181,9 +181,7 @@ def test_if_all_ranks_pick_the_same_the_bytes_are_those_of_the_formula(size: int
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_with_boundaries_kept_a_step_costs_one_allgather_less(
-    size: int, random: np.random.Generator
-) -> None:
+def test_kept_boundaries_save_one_allgather(size: int, random: np.random.Generator) -> None:
     picks = random_picks(random, size, 3000, 100)
     world = local_world(size, timeout_seconds=30)
     kept = [Regions() for _ in world]
@@ -201,7 +199,7 @@ def test_with_boundaries_kept_a_step_costs_one_allgather_less(
 
 
 @pytest.mark.parametrize("values", ["bf16", "fp16", "int8"])
-def test_values_are_close_and_the_difference_returns(
+def test_rounded_values_are_close_and_rounding_errors_return(
     values: str, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, 5, 2000, 100, np.float64)
@@ -213,17 +211,17 @@ def test_values_are_close_and_the_difference_returns(
     np.testing.assert_allclose(total, sum_by_index(picks).to_dense(), rtol=1e-12, atol=1e-14)
 
 
-# ---- what is refused
+# ---- errors
 
 
 @pytest.mark.parametrize("k_out", [0, -1, 6])
-def test_k_out_lies_within_the_vector(k_out: int) -> None:
+def test_k_out_outside_of_the_vector_is_refused(k_out: int) -> None:
     (transport,) = local_world(1)
     with pytest.raises(ValueError, match=rf"k_out must lie in 1\.\.5 .* got {k_out}"):
         reduce(SparseVector.empty(5), 2, transport, "oktopk", k_out=k_out)
 
 
-def test_ranks_with_different_k_out_get_an_error_that_names_both() -> None:
+def test_ranks_with_different_k_out_get_error_that_quotes_both_values() -> None:
     picks = [entries([(1, 1.0), (2, 2.0), (5, 1.0)], 9, np.float32)] * 3
     with pytest.raises(MessageError, match=r"from rank \d .* k is \d where this rank's is \d"):
         run_ranks(
@@ -232,7 +230,7 @@ def test_ranks_with_different_k_out_get_an_error_that_names_both() -> None:
         )
 
 
-def test_ranks_whose_regions_are_of_different_ages_get_an_error() -> None:
+def test_ranks_with_regions_of_different_ages_get_an_error() -> None:
     world = local_world(2, 5)
     kept = [Regions() for _ in world]
     pick = entries([(1, 1.0), (6, 2.0)], 9, np.float32)
@@ -246,7 +244,7 @@ def test_ranks_whose_regions_are_of_different_ages_get_an_error() -> None:
         run_ranks(world, program)
 
 
-def test_entries_outside_of_a_region_are_an_error(random: np.random.Generator) -> None:
+def test_entries_outside_of_a_region_raise_an_error(random: np.random.Generator) -> None:
     world = local_world(2, 5)
     kept = [Regions() for _ in world]
     low, high = (entries([(at, 1.0), (at + 1, 2.0)], 99, np.float32) for at in (1, 90))

@@ -27,7 +27,9 @@ def record(size: int, k: int) -> tuple[list[Recorder], list[tuple[SparseVector, 
     return world, run_ranks(world, lambda t: reduce(picks[t.rank], k, t))
 
 
-def ways(trace: list[list[Event]], latency: float) -> dict[int, list[tuple[float, float]]]:
+def transfer_intervals(
+    trace: list[list[Event]], latency: float
+) -> dict[int, list[tuple[float, float]]]:
     """Return the intervals in which bytes are on the way to each rank; a byte takes a second."""
     now, free = [0.0] * len(trace), [0.0] * len(trace)
     flights: dict[tuple[int, int], deque[float]] = defaultdict(deque)
@@ -51,16 +53,20 @@ def ways(trace: list[list[Event]], latency: float) -> dict[int, list[tuple[float
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_no_two_lists_share_the_way_to_a_rank(size: int) -> None:
+def test_long_lists_to_a_rank_do_not_overlap_in_time(size: int) -> None:
     world, _ = record(size, LONG_ENTRIES)
     latency = 1.0  # seconds; a list takes thousands. Go-aheads cost a few latencies
-    for on_their_way in ways([transport.events for transport in world], latency).values():
-        lists = sorted(way for way in on_their_way if way[1] - way[0] > LONG_ENTRIES)
+    for intervals in transfer_intervals(
+        [transport.events for transport in world], latency
+    ).values():
+        lists = sorted(
+            interval for interval in intervals if interval[1] - interval[0] > LONG_ENTRIES
+        )
         assert all(later[0] > earlier[1] - 5 * latency for earlier, later in pairwise(lists))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_words_are_as_many_as_predicted_and_change_no_bit(
+def test_go_aheads_are_as_many_as_predicted_and_do_not_change_the_result(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, outcomes = record(size, LONG_ENTRIES)
@@ -69,14 +75,14 @@ def test_the_words_are_as_many_as_predicted_and_change_no_bit(
     assert found.sent.messages * size == sum(t.traffic.sent_messages for t in world)
 
     monkeypatch.setattr(gtopk, "LONG_ENTRIES", LENGTH)
-    silent, at_once = record(size, LONG_ENTRIES)
-    assert sum(t.traffic.sent_bytes for t in silent) == sum(t.traffic.sent_bytes for t in world)
+    unpaced, unpaced_outcomes = record(size, LONG_ENTRIES)
+    assert sum(t.traffic.sent_bytes for t in unpaced) == sum(t.traffic.sent_bytes for t in world)
     assert [list(map(bits, outcome)) for outcome in outcomes] == [
-        list(map(bits, outcome)) for outcome in at_once
+        list(map(bits, outcome)) for outcome in unpaced_outcomes
     ]
 
 
-def test_a_rank_that_sends_a_list_instead_of_a_go_ahead_is_detected() -> None:
+def test_list_sent_instead_of_a_go_ahead_is_an_error() -> None:
     picks = random_picks(np.random.default_rng(0), 3, LENGTH, LONG_ENTRIES - 1)
     world = local_world(3, timeout_seconds=30)
     with pytest.raises(MessageError, match="every rank must"):

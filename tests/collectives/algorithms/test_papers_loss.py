@@ -23,7 +23,7 @@ FOUR = [[(5, 1.0)], [(7, 2.0)], [(5, 3.0)], [(9, 0.1)]]
 
 
 @merging_algorithm
-def test_a_pick_dropped_on_the_way_returns_though_its_index_came_back(algorithm: str) -> None:
+def test_dropped_pick_returns_although_the_update_has_its_index(algorithm: str) -> None:
     picks = [entries(pairs, 10, np.float64) for pairs in FOUR]
     outcomes = run(algorithm, picks, 1)
     assert [pairs_of(update) for update, _ in outcomes] == [[(5, 3.0)]] * 4
@@ -36,7 +36,7 @@ def test_a_pick_dropped_on_the_way_returns_though_its_index_came_back(algorithm:
     assert_nothing_is_lost(picks, outcomes)
 
 
-def test_the_papers_rule_loses_that_pick() -> None:
+def test_papers_rule_loses_the_dropped_pick() -> None:
     picks = [entries(pairs, 10, np.float64) for pairs in FOUR]
     outcomes = run("gtopk-tree", picks, 1, put_back="published")
     update, returned = outcomes[0][0], [vector for _, vector in outcomes]
@@ -49,9 +49,7 @@ def test_the_papers_rule_loses_that_pick() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 8])
-def test_the_papers_rule_loses_from_random_picks_too(
-    size: int, random: np.random.Generator
-) -> None:
+def test_papers_rule_loses_random_picks(size: int, random: np.random.Generator) -> None:
     picks = random_picks(random, size, 200, 10, np.float64)
     everything = sum_by_index(picks).to_dense()
     for put_back, loses in (("owners", False), ("published", True)):

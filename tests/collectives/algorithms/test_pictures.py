@@ -39,7 +39,7 @@ def seen_by(rank: int, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[tupl
     return events
 
 
-def test_recursive_doubling_is_as_drawn(witness, random: np.random.Generator) -> None:
+def test_recursive_doubling_messages_are_as_drawn(witness, random: np.random.Generator) -> None:
     pairs, picture = pictured(gtopk, "<->")
     swaps = [[*column, *((b, a) for a, b in column)] for column in pairs]
     assert [len(column) for column in swaps] == [4, 4]
@@ -59,7 +59,7 @@ def test_recursive_doubling_is_as_drawn(witness, random: np.random.Generator) ->
         assert six.schedule(rank) == seen_by(rank, folded)
 
 
-def test_the_tree_is_as_drawn(witness, random: np.random.Generator) -> None:
+def test_tree_messages_are_as_drawn(witness, random: np.random.Generator) -> None:
     up, picture = pictured(gtopk_tree, "->")
     assert [len(column) for column in up] == [3, 1, 1]
     down_column = picture[0].index("then down")
@@ -79,7 +79,7 @@ def test_the_tree_is_as_drawn(witness, random: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 8, 100])
-def test_four_ranks_send_two_messages_of_a_header_and_eight_bytes_an_entry(k: int) -> None:
+def test_four_gtopk_ranks_send_two_messages_of_eight_bytes_per_entry(k: int) -> None:
     # All ranks pick the same k entries, so every merged list has k entries too.
     pick = SparseVector.from_dense(np.ones(k, np.float32))
     world = local_world(4, timeout_seconds=30)
@@ -89,7 +89,7 @@ def test_four_ranks_send_two_messages_of_a_header_and_eight_bytes_an_entry(k: in
 
 
 @pytest.mark.parametrize("k", [1, 8, 9])
-def test_the_tree_sends_up_once_and_down_to_each_child_with_a_bit_an_entry(k: int) -> None:
+def test_tree_rank_sends_one_list_up_and_alive_bits_down_to_each_child(k: int) -> None:
     pick = SparseVector.from_dense(np.ones(k, np.float32))
     up, down = HEADER_BYTES + 8 * k, HEADER_BYTES + 8 * k + math.ceil(k / 8)
     world = local_world(6, timeout_seconds=30)
@@ -101,7 +101,7 @@ def test_the_tree_sends_up_once_and_down_to_each_child_with_a_bit_an_entry(k: in
     ]
 
 
-def test_a_folded_rank_sends_its_picks_and_gets_a_bit_for_each(witness) -> None:
+def test_folded_rank_sends_its_picks_and_receives_alive_bits(witness) -> None:
     k = 9
     pick = SparseVector.from_dense(np.ones(k, np.float32))
     world = witness(3)
@@ -111,13 +111,13 @@ def test_a_folded_rank_sends_its_picks_and_gets_a_bit_for_each(witness) -> None:
 
 
 @every_size
-def test_in_topk_allgather_every_rank_sends_the_others_worth_of_lists(size: int) -> None:
+def test_topk_allgather_rank_sends_one_list_per_other_rank(size: int) -> None:
     k = 10
     pick = SparseVector.from_dense(np.ones(k, np.float32))
     world = local_world(size, timeout_seconds=30)
     run_ranks(world, lambda t: reduce(pick, k, t, "topk-allgather"))
     rounds = (size - 1).bit_length()
     lists = (size - 1) * (HEADER_BYTES + 8 * k)
-    sizes_told = 8 * rounds + 8 * (size - 1)  # per round the number of lists, per list its size
+    size_bytes = 8 * rounds + 8 * (size - 1)  # per round the number of lists, per list its size
     for transport in world:
-        assert transport.traffic.read_and_reset() == Traffic(lists + sizes_told, rounds)
+        assert transport.traffic.read_and_reset() == Traffic(lists + size_bytes, rounds)

@@ -13,7 +13,7 @@ from collectives import ALGORITHMS, PeerError, SparseVector, local_world, reduce
 from collectives.transports import LocalTransport, Traffic
 from collectives.wire import EXACT, Format
 from tests.collectives.algorithms.worlds import (
-    WAYS,
+    VARIANTS,
     assert_nothing_is_lost,
     bits,
     random_picks,
@@ -21,13 +21,13 @@ from tests.collectives.algorithms.worlds import (
 )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ranks", [[2], [1, 3], [6, 0, 5], [7, 6, 4, 3, 1]])
-def test_any_ranks_may_reduce_among_themselves(
-    way: str, ranks: list[int], random: np.random.Generator
+def test_any_subset_of_ranks_reduces_alone(
+    variant: str, ranks: list[int], random: np.random.Generator
 ) -> None:
     picks = random_picks(random, len(ranks), 300, 20, np.float64)
-    algorithm, options = WAYS[way]
+    algorithm, options = VARIANTS[variant]
     usual = options(len(ranks), 20, 300)
 
     def program(transport: LocalTransport) -> Any:
@@ -39,21 +39,21 @@ def test_any_ranks_may_reduce_among_themselves(
     results = run_ranks(local_world(8, 30), program)
     outcomes = [results[rank] for rank in ranks]
     assert_nothing_is_lost(picks, outcomes, additions=4 * len(ranks))
-    for one, other in zip(outcomes, run(way, picks, 20), strict=True):
+    for one, other in zip(outcomes, run(variant, picks, 20), strict=True):
         assert [bits(vector) for vector in one] == [bits(vector) for vector in other]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_many_reductions_may_be_in_flight_on_channels_of_their_own(
+def test_concurrent_reductions_on_own_channels_give_the_same_bits(
     size: int, random: np.random.Generator
 ) -> None:
-    ways = list(WAYS)
-    picks = [random_picks(random, size, 2000, 100) for _ in ways]
+    variants = list(VARIANTS)
+    picks = [random_picks(random, size, 2000, 100) for _ in variants]
     world = local_world(size, 30)
 
     def program(transport: LocalTransport) -> list[Any]:
         def one(number: int) -> Any:
-            algorithm, options = WAYS[ways[number]]
+            algorithm, options = VARIANTS[variants[number]]
             return reduce(
                 picks[number][transport.rank],
                 100,
@@ -62,15 +62,15 @@ def test_many_reductions_may_be_in_flight_on_channels_of_their_own(
                 **options(size, 100, 2000),
             )
 
-        with ThreadPoolExecutor(len(ways)) as threads:
-            order = list(range(len(ways)))
+        with ThreadPoolExecutor(len(variants)) as threads:
+            order = list(range(len(variants)))
             np.random.default_rng(transport.rank).shuffle(order)  # a different order on each rank
             done = dict(zip(order, threads.map(one, order), strict=True))
-        return [done[number] for number in range(len(ways))]
+        return [done[number] for number in range(len(variants))]
 
     together = run_ranks(world, program)
-    for number, way in enumerate(ways):
-        alone = run(way, picks[number], 100)
+    for number, variant in enumerate(variants):
+        alone = run(variant, picks[number], 100)
         for rank in range(size):
             for one, other in zip(together[rank][number], alone[rank], strict=True):
                 assert bits(one) == bits(other)
@@ -87,7 +87,7 @@ def test_many_reductions_may_be_in_flight_on_channels_of_their_own(
         ("hierarchical", "grwoth", "'gtopk' has no option 'grwoth'; it has growth"),
     ],
 )
-def test_an_option_that_is_unknown_is_refused_with_those_there_are(
+def test_unknown_option_is_refused_with_a_list_of_the_options(
     algorithm: str, option: str, text: str
 ) -> None:
     (transport,) = local_world(1)
@@ -97,7 +97,7 @@ def test_an_option_that_is_unknown_is_refused_with_those_there_are(
 
 
 @pytest.mark.parametrize("values", [torch.ones(2), [1.0, 1.0]], ids=["tensor", "list"])
-def test_values_that_are_not_arrays_are_refused_with_advice(values: Any) -> None:
+def test_values_that_are_not_arrays_are_refused(values: Any) -> None:
     (transport,) = local_world(1)
     with pytest.raises(TypeError, match=r"must be NumPy's or CuPy's, got .*: tensor\.numpy\(\)"):
         reduce(SparseVector(np.array([1, 3], np.int32), values, 5), 2, transport)
@@ -107,7 +107,7 @@ def test_values_that_are_not_arrays_are_refused_with_advice(values: Any) -> None
 @pytest.mark.parametrize(
     "format", [Format("morse", "exact"), Format("raw", "fp4")], ids=["indices", "values"]
 )
-def test_a_format_that_is_unknown_is_refused(algorithm: str, format: Format) -> None:
+def test_unknown_format_is_refused(algorithm: str, format: Format) -> None:
     (transport,) = local_world(1)
     with pytest.raises(ValueError, match=r"must be one of .*; got '(morse|fp4)'"):
         reduce(SparseVector.empty(5), 2, transport, algorithm, format=format)
@@ -115,9 +115,7 @@ def test_a_format_that_is_unknown_is_refused(algorithm: str, format: Format) -> 
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk-tree", "gtopk", "oktopk"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_peer_that_is_gone_is_an_error_that_names_the_reduction(
-    algorithm: str, size: int
-) -> None:
+def test_departed_peer_raises_error_that_names_the_reduction(algorithm: str, size: int) -> None:
     world = local_world(size, 30)
 
     def program(transport: LocalTransport) -> Any:
@@ -133,7 +131,7 @@ def test_a_peer_that_is_gone_is_an_error_that_names_the_reduction(
 
 
 @pytest.mark.parametrize("algorithm", ["gtopk", "hierarchical", "oktopk"])
-def test_after_an_option_out_of_bounds_nobody_is_missed(algorithm: str) -> None:
+def test_refused_option_does_not_disturb_the_next_reduction(algorithm: str) -> None:
     bad = {"oktopk": {"k_out": 0}}.get(algorithm, {"growth": 0.0})
     pick = SparseVector(np.array([3], np.int32), np.ones(1, np.float32), 9)
 

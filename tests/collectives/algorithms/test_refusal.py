@@ -11,9 +11,9 @@ from collectives import NonFiniteError, SparseVector, local_world, reduce, run_r
 from collectives.algorithms.conservation import check_finite, lowest_refusing
 from collectives.transports import LocalTransport
 from collectives.wire import NOBODY
-from tests.collectives.algorithms.worlds import WAYS, bits, random_picks
+from tests.collectives.algorithms.worlds import VARIANTS, bits, random_picks
 
-every_way = pytest.mark.parametrize("way", WAYS)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def with_values(pick: SparseVector, *values: float) -> SparseVector:
@@ -22,9 +22,9 @@ def with_values(pick: SparseVector, *values: float) -> SparseVector:
     return pick._replace(values=changed)
 
 
-def outcomes(way: str, picks: list[SparseVector], k: int) -> tuple[list[Any], list[Any]]:
+def outcomes(variant: str, picks: list[SparseVector], k: int) -> tuple[list[Any], list[Any]]:
     """Return each rank's error or result, and its traffic."""
-    algorithm, options = WAYS[way]
+    algorithm, options = VARIANTS[variant]
     usual = options(len(picks), k, picks[0].length)
     world = local_world(len(picks), timeout_seconds=30)
 
@@ -37,11 +37,11 @@ def outcomes(way: str, picks: list[SparseVector], k: int) -> tuple[list[Any], li
     return run_ranks(world, program), [transport.traffic.read_and_reset() for transport in world]
 
 
-@every_way
+@every_variant
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 9])
-def test_every_rank_raises_the_same_error_that_names_the_lowest(
-    way: str, size: int, bad: float, random: np.random.Generator
+def test_non_finite_values_raise_the_same_error_on_all_ranks(
+    variant: str, size: int, bad: float, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, size, 60, 10)
     for refusing in ([size - 1], [0], [size // 2, size - 1], list(range(size))):
@@ -49,24 +49,24 @@ def test_every_rank_raises_the_same_error_that_names_the_lowest(
             with_values(pick, bad) if rank in refusing else pick for rank, pick in enumerate(picks)
         ]
         before = [bits(pick) for pick in broken]
-        raised, _ = outcomes(way, broken, 10)
+        raised, _ = outcomes(variant, broken, 10)
         assert {(type(error), error.rank) for error in raised} == {(NonFiniteError, refusing[0])}
         assert len({str(error) for error in raised}) == 1
         assert f"rank {refusing[0]} found NaN or infinity" in str(raised[0])
         assert [bits(pick) for pick in broken] == before
 
 
-@every_way
+@every_variant
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_a_sum_that_overflows_is_an_error_on_every_rank(way: str, size: int) -> None:
+def test_overflowing_sum_raises_on_every_rank(variant: str, size: int) -> None:
     largest = np.finfo(np.float32).max
     pick = SparseVector(np.array([2, 5], np.int32), np.array([1, largest], np.float32), 7)
-    raised, _ = outcomes(way, [pick] * size, 2)
+    raised, _ = outcomes(variant, [pick] * size, 2)
     assert {type(error) for error in raised} == {NonFiniteError}
     assert len({str(error) for error in raised}) == 1
 
 
-def test_an_overflow_is_named_after_the_lowest_rank_that_found_it() -> None:
+def test_overflow_error_names_the_lowest_rank_that_found_it() -> None:
     largest = np.finfo(np.float32).max
     picks = [
         SparseVector(np.array([5], np.int32), np.array([value], np.float32), 7)
@@ -76,35 +76,37 @@ def test_an_overflow_is_named_after_the_lowest_rank_that_found_it() -> None:
     assert [error.rank for error in raised] == [4] * 8
 
 
-@every_way
+@every_variant
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_an_overflow_that_only_some_ranks_see_ends_all_alike(way: str, size: int) -> None:
+def test_overflow_found_by_some_ranks_ends_all_ranks_alike(variant: str, size: int) -> None:
     # The sum of ranks 0 and 1 overflows; summed with the rest in another order, it may not.
     largest = float(np.finfo(np.float32).max)
     picks = [
         SparseVector(np.array([5], np.int32), np.array([value], np.float32), 7)
         for value in ([largest, largest] + [-largest / 2] * size)[:size]
     ]
-    ends, _ = outcomes(way, picks, 1)
+    ends, _ = outcomes(variant, picks, 1)
     assert len({type(end) for end in ends}) == 1
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "dense" and "oktopk" not in way])
+@pytest.mark.parametrize(
+    "variant", [variant for variant in VARIANTS if variant != "dense" and "oktopk" not in variant]
+)
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_a_refusal_takes_no_message_more_and_fewer_bytes(
-    way: str, size: int, random: np.random.Generator
+def test_refused_reduction_sends_as_many_messages_and_fewer_bytes(
+    variant: str, size: int, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, size, 600, 100)
-    _, usual = outcomes(way, picks, 100)
+    _, usual = outcomes(variant, picks, 100)
     broken = [with_values(pick, np.nan) if rank == 0 else pick for rank, pick in enumerate(picks)]
-    _, refused = outcomes(way, broken, 100)
+    _, refused = outcomes(variant, broken, 100)
     for before, after in zip(usual, refused, strict=True):
         assert after.sent_messages == before.sent_messages
         assert after.sent_bytes <= before.sent_bytes
     assert sum(t.sent_bytes for t in refused) < sum(t.sent_bytes for t in usual)
 
 
-def test_a_rank_that_knows_of_a_refusal_sends_an_empty_list(
+def test_rank_that_knows_of_a_refusal_sends_an_empty_list(
     random: np.random.Generator,
 ) -> None:
     picks = random_picks(random, 3, 600, 100)
@@ -113,11 +115,9 @@ def test_a_rank_that_knows_of_a_refusal_sends_an_empty_list(
     assert refused.sent_bytes < usual.sent_bytes / 4
 
 
-@every_way
-def test_the_next_reduction_goes_on_as_if_nothing_had_been(
-    way: str, random: np.random.Generator
-) -> None:
-    algorithm, options = WAYS[way]
+@every_variant
+def test_reduction_after_a_refused_one_succeeds(variant: str, random: np.random.Generator) -> None:
+    algorithm, options = VARIANTS[variant]
     picks = random_picks(random, 5, 60, 10)
     usual = options(5, 10, 60)
     world = local_world(5, timeout_seconds=30)
@@ -133,7 +133,9 @@ def test_the_next_reduction_goes_on_as_if_nothing_had_been(
     assert len(set(run_ranks(world, program))) == 1
 
 
-def test_on_a_subset_the_error_names_the_rank_of_the_world(random: np.random.Generator) -> None:
+def test_non_finite_error_on_a_subset_names_the_rank_of_the_world(
+    random: np.random.Generator,
+) -> None:
     picks = random_picks(random, 4, 60, 10)
 
     def program(transport: LocalTransport) -> Any:
@@ -153,12 +155,12 @@ def test_on_a_subset_the_error_names_the_rank_of_the_world(random: np.random.Gen
     assert raised == [[3] * 4] * 3
 
 
-def test_the_lowest_of_those_who_refused_is_told() -> None:
+def test_lowest_refusing_returns_the_lowest_rank_or_nobody() -> None:
     assert lowest_refusing() == lowest_refusing(NOBODY) == lowest_refusing(NOBODY, NOBODY) == NOBODY
     assert lowest_refusing(4, NOBODY, 2, 3) == 2
 
 
-def test_once_anybody_refused_nothing_travels() -> None:
+def test_check_finite_empties_the_vector_once_any_rank_refused() -> None:
     good = SparseVector(np.array([2], np.int32), np.array([1.0]), 5)
     bad = good._replace(values=np.array([np.inf]))
     assert check_finite(good, 3) == (good, NOBODY)

@@ -46,7 +46,7 @@ def test_regions_cover_the_vector_once_and_every_rank_owns_one(
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("size", [2, 3, 8, 17])
-def test_no_region_gets_more_than_half_as_much_again_as_the_mean(
+def test_region_gets_at_most_one_and_a_half_times_the_mean(
     where: str, size: int, random: np.random.Generator
 ) -> None:
     # Each end of a region is off by less than one of each rank's 4 P quantiles, a quarter of it.
@@ -56,7 +56,9 @@ def test_no_region_gets_more_than_half_as_much_again_as_the_mean(
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 17])
-def test_regions_are_even_where_picks_lie_evenly(size: int, random: np.random.Generator) -> None:
+def test_regions_are_even_when_picks_are_spread_evenly(
+    size: int, random: np.random.Generator
+) -> None:
     k = 256 * size
     picks = [
         at(sorted(random.choice(200_000, k, replace=False).tolist()), 200_000) for _ in range(size)
@@ -67,14 +69,14 @@ def test_regions_are_even_where_picks_lie_evenly(size: int, random: np.random.Ge
     assert min(divided) >= 0.96 * k
 
 
-def test_quantiles_of_one_pick_give_exact_boundaries() -> None:
+def test_quantiles_of_one_pick_give_equal_regions() -> None:
     picks = [at(list(range(rank, 240, 10)), 240) for rank in range(8)]
     assert loads(picks, agreed(picks)) == [24] * 8
 
 
 @pytest.mark.parametrize("where", ["own stretch", "next rank's stretch"])
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_regions_go_to_the_ranks_whose_picks_lie_there(
+def test_regions_are_owned_by_the_ranks_with_most_picks_in_them(
     where: str, size: int, random: np.random.Generator
 ) -> None:
     k = 64 * size
@@ -86,7 +88,7 @@ def test_regions_go_to_the_ranks_whose_picks_lie_there(
         assert kept >= 0.7 * k
 
 
-def test_boundaries_serve_as_many_steps_as_asked_and_cost_nothing_between() -> None:
+def test_boundaries_are_kept_for_the_given_steps_without_messages() -> None:
     picks = [at([1, 4, 7], 9), at([2, 5, 8], 9)]
     world = local_world(2, 30)
     kept = [Regions(every=3) for _ in world]
@@ -97,25 +99,25 @@ def test_boundaries_serve_as_many_steps_as_asked_and_cost_nothing_between() -> N
     assert messages == [[1, 1], [0, 0], [0, 0]] * 2 + [[1, 1]]
 
 
-def test_a_region_that_got_too_full_asks_for_new_boundaries() -> None:
+def test_overfull_region_causes_new_boundaries() -> None:
     (transport,) = local_world(1)
     kept = Regions()
     picks = at([1], 4)
 
-    def draws_anew(loads: list[int]) -> bool:
+    def has_new_boundaries(loads: list[int]) -> bool:
         before = kept.agree(picks, transport)
         kept.note_loads(loads)
         return kept.agree(picks, transport) is not before
 
-    assert not draws_anew([30, 10])  # new boundaries are no more even than this
-    assert not draws_anew([30, 10])
-    assert not draws_anew([0, 0])
+    assert not has_new_boundaries([30, 10])  # new boundaries are no more even than this
+    assert not has_new_boundaries([30, 10])
+    assert not has_new_boundaries([0, 0])
     kept._fullest = 1.0
-    assert not draws_anew([14, 6])
-    assert draws_anew([16, 4])
+    assert not has_new_boundaries([14, 6])
+    assert has_new_boundaries([16, 4])
 
 
-def test_another_length_or_number_of_ranks_draws_anew() -> None:
+def test_changed_length_or_number_of_ranks_causes_new_boundaries() -> None:
     kept = Regions()
     (alone,) = local_world(1)
     assert kept.agree(at([1], 4), alone).bounds == [0, 4]
@@ -127,11 +129,11 @@ def test_another_length_or_number_of_ranks_draws_anew() -> None:
     assert len(cuts[0].owners) == 2
 
 
-def test_boundaries_serve_at_least_one_step() -> None:
+def test_keeping_boundaries_for_zero_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one step, got every=0"):
         Regions(every=0)
 
 
-def test_a_quarter_of_the_fair_share_is_what_the_docstring_says() -> None:
+def test_quantiles_per_rank_are_as_documented() -> None:
     assert regions.QUANTILES_PER_RANK == 4
     assert "4 P equal quantiles" in regions.__doc__

@@ -30,7 +30,7 @@ def test_every_element_is_in_one_shard(length: int, period: int) -> None:
     assert all((np.diff(indices) > 0).all() for indices in each)
 
 
-def test_shards_lie_as_they_are_drawn() -> None:
+def test_shards_are_interleaved_blocks_as_drawn() -> None:
     like = np.zeros(5 * 256 - 6)
     first, second = (shards.shard_indices(shard, 2, like) for shard in (0, 1))
     assert (first // 256).tolist() == [0] * 256 + [2] * 256 + [4] * 250
@@ -48,8 +48,8 @@ def training(
 
     def rank(transport: Transport) -> tuple[np.ndarray, ...]:
         residual, errors, applied = (np.zeros(length, gradients.dtype) for _ in range(3))
-        for step, of_all in enumerate(gradients):
-            residual += of_all[transport.rank]
+        for step, rank_gradients in enumerate(gradients):
+            residual += rank_gradients[transport.rank]
             indices = shards.shard_indices(step % period, period, residual)
             own = indices[shards.own_part(indices.size, transport)]
             shared = shards.reduce(residual[indices], errors[own], transport, code=code)
@@ -64,7 +64,7 @@ def training(
 
 @every_size
 @by_code
-def test_nothing_is_lost_and_all_ranks_apply_the_same(
+def test_nothing_is_lost_and_all_ranks_apply_the_same_update(
     size: int, code: str, random: np.random.Generator
 ) -> None:
     gradients = random.standard_normal((9, size, 1500)) * 10.0 ** random.integers(-3, 3, 1500)
@@ -84,7 +84,7 @@ def test_nothing_is_lost_and_all_ranks_apply_the_same(
     st.sampled_from([*VALUE_CODES]),
     st.integers(0, 2**32),
 )
-def test_the_law_holds_for_any_length_and_period(
+def test_nothing_is_lost_for_any_length_and_period(
     size: int, length: int, period: int, code: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -96,14 +96,14 @@ def test_the_law_holds_for_any_length_and_period(
 
 
 @every_size
-def test_exact_values_are_summed_whole(size: int, random: np.random.Generator) -> None:
+def test_exact_values_are_summed_without_error(size: int, random: np.random.Generator) -> None:
     gradients = random.integers(-9, 9, (4, size, 2000)).astype(np.float32)
     applied, _, errors = training(size, gradients, 1, "exact")
     assert applied[0].tolist() == gradients.sum((0, 1)).tolist()
     assert not errors.any()
 
 
-def test_an_owner_sends_what_it_kept_in_the_next_turn() -> None:
+def test_owner_sends_its_kept_error_in_following_steps() -> None:
     # With 2 bits a part's sum is -1, 0 or 1 times half of the largest. The other half is kept and
     # sent in the following steps, although their gradients are zero.
     gradients = np.zeros((6, 2, 2))
@@ -114,12 +114,12 @@ def test_an_owner_sends_what_it_kept_in_the_next_turn() -> None:
     assert applied[0] == pytest.approx([2.0, -0.6], abs=0.1)
 
 
-# ---- what is refused
+# ---- errors
 
 
 @pytest.mark.parametrize("how", ["nan", "refuses"])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_a_rank_that_is_not_finite_or_refuses_is_named_on_all(size: int, how: str) -> None:
+def test_non_finite_or_refusing_rank_is_named_on_all_ranks(size: int, how: str) -> None:
     def rank(transport: Transport) -> None:
         values = np.ones(300, np.float32)
         last = transport.rank == size - 1
@@ -141,7 +141,7 @@ def test_a_rank_that_is_not_finite_or_refuses_is_named_on_all(size: int, how: st
     run_ranks(local_world(size), rank)
 
 
-def test_a_sum_that_overflows_is_an_error_on_all_ranks() -> None:
+def test_overflowing_sum_raises_on_all_ranks() -> None:
     def rank(transport: Transport) -> None:
         own = shards.own_part(300, transport)
         kept = np.zeros(own.stop - own.start, np.float32)
@@ -151,7 +151,7 @@ def test_a_sum_that_overflows_is_an_error_on_all_ranks() -> None:
     run_ranks(local_world(3), rank)
 
 
-def test_ranks_with_unlike_codes_are_told_both() -> None:
+def test_ranks_with_different_codes_get_an_error() -> None:
     def rank(transport: Transport) -> None:
         own = shards.own_part(300, transport)
         code = "int3" if transport.rank else "int4"
@@ -161,7 +161,7 @@ def test_ranks_with_unlike_codes_are_told_both() -> None:
     run_ranks(local_world(2, timeout_seconds=30), rank)
 
 
-def test_ranks_that_are_not_at_one_step_are_told_both_shards() -> None:
+def test_ranks_with_different_shards_get_error_that_quotes_both() -> None:
     def rank(transport: Transport) -> None:
         own = shards.own_part(300, transport)
         kept = np.zeros(own.stop - own.start)
@@ -172,7 +172,7 @@ def test_ranks_that_are_not_at_one_step_are_told_both_shards() -> None:
     run_ranks(local_world(2, timeout_seconds=30), rank)
 
 
-# ---- what it costs
+# ---- the cost
 
 
 def sent(size: int, length: int, code: str) -> Any:
@@ -187,7 +187,7 @@ def sent(size: int, length: int, code: str) -> Any:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("code", ["int2", "int3", "int8", "exact"])
-def test_the_model_knows_the_bytes_and_messages(size: int, code: str) -> None:
+def test_cost_model_predicts_bytes_and_messages(size: int, code: str) -> None:
     length = 4 * 840 * 256
     candidate = Candidate("shards", 0.25, Format(WHOLE, code))
     predicted = predict(candidate, length, Network(size, ASSUMED_LINK), DEFAULT_RATES)
@@ -200,7 +200,7 @@ def test_the_model_knows_the_bytes_and_messages(size: int, code: str) -> None:
     assert predicted.lag_steps == 1.5
 
 
-def test_three_bits_of_a_quarter_take_a_fortieth_of_what_dense_takes() -> None:
+def test_int3_quarter_shards_send_a_fortieth_of_dense_bytes() -> None:
     length, size = 1_000_000, 4
     seen = sent(size, length // 4, "int3")
     dense = 2 * 4 * length * (size - 1) / size

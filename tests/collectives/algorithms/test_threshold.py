@@ -23,14 +23,14 @@ def vector(values: list[float]) -> SparseVector:
     return SparseVector(np.arange(array.size, dtype=np.int32), array, LENGTH)
 
 
-def shares(
-    regions: list[list[float]], wanted: int, owners: list[int] | None = None, **told: list[int]
+def quotas_of_all_ranks(
+    regions: list[list[float]], wanted: int, owners: list[int] | None = None, **given: list[int]
 ) -> RegionQuotas:
     """Return the quotas, after checking that all ranks have the same."""
     size = len(regions)
     owners = owners or list(range(size))
-    loads, refused = told.get("loads", [0] * size), told.get("refused", [NOBODY] * size)
-    learned = run_ranks(
+    loads, refused = given.get("loads", [0] * size), given.get("refused", [NOBODY] * size)
+    rank_quotas = run_ranks(
         local_world(size, timeout_seconds=30),
         lambda t: region_quotas(
             vector(regions[owners.index(t.rank)]),
@@ -41,8 +41,8 @@ def shares(
             refused[t.rank],
         ),
     )
-    assert all(one == learned[0] for one in learned)
-    return learned[0]
+    assert all(one == rank_quotas[0] for one in rank_quotas)
+    return rank_quotas[0]
 
 
 def by_sorting(regions: list[list[float]], wanted: int) -> list[int]:
@@ -64,15 +64,17 @@ def by_sorting(regions: list[list[float]], wanted: int) -> list[int]:
     st.integers(1, 60),
     st.randoms(use_true_random=False),
 )
-def test_the_counts_are_those_of_sorting(regions: list[list[float]], wanted: int, random) -> None:
+def test_region_quotas_equal_those_of_sorting(
+    regions: list[list[float]], wanted: int, random
+) -> None:
     owners = list(range(len(regions)))
     random.shuffle(owners)
-    assert shares(regions, wanted, owners).counts == by_sorting(regions, wanted)
+    assert quotas_of_all_ranks(regions, wanted, owners).counts == by_sorting(regions, wanted)
 
 
 @pytest.mark.parametrize("wanted", [1, 63, 64, 65, 1000, 4001, 9999, 10_000, 20_000])
 @pytest.mark.parametrize("kind", ["random", "uneven", "ties", "all equal", "exponents"])
-def test_thousands_of_entries_are_shared_out_exactly(
+def test_region_quotas_of_thousands_of_entries_are_exact(
     kind: str, wanted: int, random: np.random.Generator
 ) -> None:
     sizes = [10_000, 0, 30, 1] if kind == "uneven" else [2500] * 4
@@ -84,19 +86,19 @@ def test_thousands_of_entries_are_shared_out_exactly(
         "exponents": lambda m: 2.0 ** random.integers(-100, 100, m),
     }[kind]
     regions = [draw(size).astype(np.float32).tolist() for size in sizes]
-    assert shares(regions, wanted).counts == by_sorting(regions, wanted)
+    assert quotas_of_all_ranks(regions, wanted).counts == by_sorting(regions, wanted)
 
 
 @pytest.mark.parametrize("wanted", [100, 1000, 3000, 6000])
 @pytest.mark.parametrize("without", range(5))
-def test_regions_that_have_nothing_undecided_change_nothing(wanted: int, without: int) -> None:
-    """Nor do regions decided in a single round, as with ties in earlier regions."""
+def test_empty_and_decided_regions_keep_quotas_exact(wanted: int, without: int) -> None:
+    # Ties decide earlier regions in a single round.
     regions = [[2.0] * (40 * region) + [1.0] * 2000 for region in range(5)]
     regions[without] = []
-    assert shares(regions, wanted).counts == by_sorting(regions, wanted)
+    assert quotas_of_all_ranks(regions, wanted).counts == by_sorting(regions, wanted)
 
 
-def test_three_rounds_do_for_25_thousand_entries_on_each_of_16_ranks(
+def test_three_rounds_suffice_for_25_thousand_entries_on_each_of_16_ranks(
     random: np.random.Generator,
 ) -> None:
     world = local_world(16, timeout_seconds=60)
@@ -111,7 +113,7 @@ def test_three_rounds_do_for_25_thousand_entries_on_each_of_16_ranks(
         assert traffic.sent_bytes == 3 * (15 * (HEADER_BYTES + 3 * 8 + 64 * 4 + 8) + 4 * 8)
 
 
-def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threshold_search_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threshold, "QUANTILES", 2)
     wanted = 5
     drawn = [
@@ -126,7 +128,9 @@ def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     first, second = drawn[:2], drawn[2:]
 
-    def told(regions: list[tuple[int, list[float], list[float]]]) -> list[threshold._RegionCounts]:
+    def region_counts(
+        regions: list[tuple[int, list[float], list[float]]],
+    ) -> list[threshold._RegionCounts]:
         for _, window, sent in regions:
             assert sent == [window[end - 1] for end in quantile_ends(len(window), 2)]
         return [
@@ -134,26 +138,30 @@ def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
             for low, window, sent in regions
         ]
 
-    before, last = threshold._Search(told(first)).bracket(wanted - sum(low for low, *_ in first))
+    before, last = threshold._Search(region_counts(first)).bracket(
+        wanted - sum(low for low, *_ in first)
+    )
     assert before is None  # selected entries do not change
     for region, (low, window, _) in enumerate(first):
         keys = np.array([-99.0] * low + [-value for value in window])
-        high = threshold._Search(told(first)).count(last, keys, region)
+        high = threshold._Search(region_counts(first)).count(last, keys, region)
         assert window[: high - low] == second[region][1]
 
-    exact = threshold._Search(told(second))
+    exact = threshold._Search(region_counts(second))
     assert exact.is_exact
     _, last = exact.bracket(wanted - sum(low for low, *_ in second))
     assert exact.counts(last) == [3, 2]  # 9 and 8 besides the selected ones
 
 
-def test_all_learn_the_loads_and_the_lowest_rank_that_refused() -> None:
-    told = shares([[1.0], [2.0], []], 1, owners=[2, 0, 1], loads=[7, 8, 9], refused=[-1, 2, 1])
-    assert told.loads == [9, 7, 8]
-    assert told.refused_by == 1
+def test_all_ranks_learn_the_loads_and_the_lowest_refusing_rank() -> None:
+    quotas = quotas_of_all_ranks(
+        [[1.0], [2.0], []], 1, owners=[2, 0, 1], loads=[7, 8, 9], refused=[-1, 2, 1]
+    )
+    assert quotas.loads == [9, 7, 8]
+    assert quotas.refused_by == 1
 
 
-def test_ranks_with_different_k_out_learn_of_each_other() -> None:
+def test_ranks_with_different_k_out_get_error_that_quotes_both_values() -> None:
     with pytest.raises(MessageError, match=r"from rank \d .* k is [23] where this rank's is [23]"):
         run_ranks(
             local_world(2, timeout_seconds=5),
@@ -162,7 +170,7 @@ def test_ranks_with_different_k_out_learn_of_each_other() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1, 1), (2, 1), (0, 4)])
-def test_a_message_that_cannot_be_is_an_error(low: int, high: int) -> None:
+def test_impossible_counts_in_a_message_raise_an_error(low: int, high: int) -> None:
     def program(transport):
         if transport.rank == 0:
             return region_quotas(vector([1.0, 2.0, 3.0]), 3, [0, 1], transport, 0, NOBODY)

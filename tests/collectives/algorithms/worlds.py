@@ -1,4 +1,4 @@
-"""Test worlds for the reductions: picks of all ranks, and all ways to reduce them."""
+"""Test worlds for the reductions: picks of all ranks, and all variants of the algorithms."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def ragged(size: int) -> list[list[int]]:
     return [*nodes, ranks]
 
 
-# All ways to run all algorithms: the name, and its options from (ranks, k, length).
-WAYS: dict[str, tuple[str, Callable[[int, int, int], dict[str, Any]]]] = {
+# All variants of all algorithms: the name, and its options from (ranks, k, length).
+VARIANTS: dict[str, tuple[str, Callable[[int, int, int], dict[str, Any]]]] = {
     **{name: (name, lambda size, k, length: {}) for name in ALGORITHMS},
     "gtopk growing": ("gtopk", lambda size, k, length: {"growth": 3.0}),
     "gtopk growing little": ("gtopk", lambda size, k, length: {"growth": 1.5}),
@@ -71,7 +71,7 @@ WAYS: dict[str, tuple[str, Callable[[int, int, int], dict[str, Any]]]] = {
 
 
 def run(
-    way: str,
+    variant: str,
     picks: Sequence[SparseVector],
     k: int,
     format: Format = EXACT,
@@ -79,7 +79,7 @@ def run(
     **options: Any,
 ) -> list[Outcome]:
     """Return all ranks' outcomes, in rank order."""
-    algorithm, usual = WAYS[way]
+    algorithm, usual = VARIANTS[variant]
     options = {**usual(len(picks), k, picks[0].length), **options}
     world = (make_world or local_world)(len(picks))
     return run_ranks(

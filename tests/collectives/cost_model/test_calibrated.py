@@ -38,7 +38,7 @@ def on_ranks(size: int, **options) -> list[Calibration]:
     return run_ranks(local_world(size, 30), lambda t: calibrate(t, **options))
 
 
-def test_a_saved_calibration_is_loaded(tmp_path):
+def test_saved_calibration_is_loaded(tmp_path):
     path = tmp_path / "deep" / "kept.json"
     assert cache.save(path, FACTS, KEPT)
     assert cache.load(path, FACTS, 2) == KEPT
@@ -86,7 +86,7 @@ def test_a_saved_calibration_is_loaded(tmp_path):
         lambda text: "\udcff",
     ],
 )
-def test_a_damaged_file_is_as_good_as_none(tmp_path, damage):
+def test_damaged_cache_file_is_ignored(tmp_path, damage):
     path = tmp_path / "kept.json"
     cache.save(path, FACTS, KEPT)
     text = path.read_text()
@@ -96,7 +96,7 @@ def test_a_damaged_file_is_as_good_as_none(tmp_path, damage):
     assert cache.load(path, FACTS, 2) is None
 
 
-def test_a_file_for_other_facts_or_from_long_ago_is_as_good_as_none(tmp_path):
+def test_cache_file_of_other_facts_or_too_old_is_ignored(tmp_path):
     path = tmp_path / "kept.json"
     cache.save(path, FACTS, KEPT)
     assert cache.load(path, {**FACTS, "hosts": "2 x b"}, 2) is None
@@ -107,12 +107,12 @@ def test_a_file_for_other_facts_or_from_long_ago_is_as_good_as_none(tmp_path):
     assert cache.load(tmp_path / "nothing.json", FACTS, 2) is None
 
 
-def test_if_nothing_can_be_written_nothing_is_kept(tmp_path):
+def test_save_returns_false_when_the_folder_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert not cache.save(tmp_path / "file" / "kept.json", FACTS, KEPT)
 
 
-def test_of_many_files_the_newest_are_kept_and_no_other_file_is_removed(tmp_path):
+def test_save_keeps_the_newest_cache_files_and_removes_no_other_file(tmp_path):
     folder = tmp_path / "gtopk"
     folder.mkdir()
     others = {folder / "calibration-mine.json", folder / "calibration.txt"}
@@ -138,12 +138,12 @@ def test_of_many_files_the_newest_are_kept_and_no_other_file_is_removed(tmp_path
 
 
 @pytest.mark.parametrize("place", [".", "/"])
-def test_a_folder_in_place_of_a_cache_file_keeps_nothing(monkeypatch, place):
+def test_calibration_is_not_cached_when_its_path_is_a_folder(monkeypatch, place):
     monkeypatch.setenv("GTOPK_CALIBRATION", place)
     assert all("cached in" not in found.origin for found in on_ranks(2))
 
 
-def test_a_failed_write_leaves_no_temporary_file(tmp_path, monkeypatch):
+def test_failed_write_leaves_no_temporary_file(tmp_path, monkeypatch):
     folder = tmp_path / "in the way"
     folder.mkdir()
     assert not cache.save(folder, FACTS, KEPT)
@@ -158,7 +158,7 @@ def test_a_failed_write_leaves_no_temporary_file(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == [folder]
 
 
-def test_the_second_run_finds_what_the_first_one_measured():
+def test_second_run_loads_the_first_runs_calibration():
     first = on_ranks(3)
     second = on_ranks(3)
     assert first == [first[0]] * 3
@@ -171,7 +171,7 @@ def test_the_second_run_finds_what_the_first_one_measured():
     assert "cached in" not in on_ranks(3, facts={"gtopk": "another version"})[0].origin
 
 
-def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(monkeypatch):
+def test_cached_calibration_depends_on_which_ranks_share_a_host(monkeypatch):
     host = threading.local()
     monkeypatch.setattr(cache.socket, "gethostname", lambda: host.name)
     four = replace(KEPT, network=KEPT.network._replace(ranks=4))
@@ -179,18 +179,18 @@ def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(mon
     monkeypatch.setattr(cache, "links_unchanged", lambda *_: True)
 
     def origin(hosts: str) -> str:
-        def of_rank(transport):
+        def calibrate_on_host(transport):
             host.name = hosts[transport.rank]
             return calibrate(transport).origin
 
-        return run_ranks(local_world(4, 30), of_rank)[0]
+        return run_ranks(local_world(4, 30), calibrate_on_host)[0]
 
     assert "cached in" not in origin("aabb")
     assert "cached in" not in origin("abab")
     assert "cached in" in origin("aabb")
 
 
-def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
+def test_cached_calibration_depends_on_model_version_and_native_allreduce(monkeypatch):
     """For example, a view of all ranks has an allreduce made of messages."""
     monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
     monkeypatch.setattr(cache, "links_unchanged", lambda *_: True)
@@ -210,13 +210,13 @@ def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
     assert "cached in" not in origin()
 
 
-def test_ranks_on_other_cores_are_another_calibration(monkeypatch):
+def test_cached_calibration_depends_on_ranks_per_core(monkeypatch):
     """For example ranks bound to a core each, or containers with another quota."""
     monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
     monkeypatch.setattr(cache, "links_unchanged", lambda *_: True)
 
-    def origin(crowding: float) -> str:
-        monkeypatch.setattr(cache, "ranks_per_core", lambda transport: crowding)
+    def origin(per_core: float) -> str:
+        monkeypatch.setattr(cache, "ranks_per_core", lambda transport: per_core)
         return on_ranks(2)[0].origin
 
     assert "cached in" not in origin(1.0)
@@ -224,7 +224,7 @@ def test_ranks_on_other_cores_are_another_calibration(monkeypatch):
     assert "cached in" in origin(1.0)
 
 
-def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
+def test_calibration_setting_fresh_measures_again_and_off_measures_nothing(monkeypatch, cache_home):
     monkeypatch.setenv("GTOPK_CALIBRATION", "off")
     assert "assumed" in on_ranks(2)[0].origin
     assert not list(cache_home.iterdir())
@@ -235,7 +235,7 @@ def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
     assert "cached in" in on_ranks(2)[0].origin
 
 
-def test_the_words_may_be_in_capitals(monkeypatch, cache_home):
+def test_calibration_setting_ignores_case(monkeypatch, cache_home):
     monkeypatch.chdir(cache_home)
     monkeypatch.setenv("GTOPK_CALIBRATION", "OFF")
     assert "assumed" in on_ranks(2)[0].origin
@@ -245,7 +245,7 @@ def test_the_words_may_be_in_capitals(monkeypatch, cache_home):
     assert [entry.name for entry in cache_home.iterdir()] == ["gtopk"]
 
 
-def test_without_a_home_folder_nothing_is_kept(monkeypatch):
+def test_calibration_is_not_cached_without_a_home_folder(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -257,7 +257,7 @@ def test_without_a_home_folder_nothing_is_kept(monkeypatch):
     assert "assumed" in on_ranks(2)[0].origin
 
 
-def test_the_cache_may_be_a_file_of_ones_own(monkeypatch, tmp_path):
+def test_calibration_setting_may_name_the_cache_file(monkeypatch, tmp_path):
     path = tmp_path / "mine.json"
     monkeypatch.setenv("GTOPK_CALIBRATION", str(path))
     on_ranks(2)

@@ -51,7 +51,7 @@ def found_on(world) -> list[Network]:
     ]
 
 
-def test_an_emulated_link_is_taken_as_it_is_given_however_busy_the_machine() -> None:
+def test_emulated_link_is_used_as_given_whatever_the_clock() -> None:
     link = Link.of(1e8, 4e-4)
     clock = itertools.count().__next__  # every measurement takes seconds
 
@@ -78,18 +78,18 @@ def test_an_emulated_link_is_taken_as_it_is_given_however_busy_the_machine() -> 
     ),
     ids=repr,
 )
-def test_the_link_that_is_there_is_found_by_every_rank(virtual, size, link):
-    everyones = found_on(virtual(size, link))
-    assert everyones == [everyones[0]] * size
-    assert everyones[0].between == near(link, rel=1e-6)
-    assert everyones[0].within is None
-    assert everyones[0].ranks_per_node == 1
+def test_every_rank_measures_the_same_correct_link(virtual, size, link):
+    of_all_ranks = found_on(virtual(size, link))
+    assert of_all_ranks == [of_all_ranks[0]] * size
+    assert of_all_ranks[0].between == near(link, rel=1e-6)
+    assert of_all_ranks[0].within is None
+    assert of_all_ranks[0].ranks_per_node == 1
 
 
-def probed(world, monkeypatch) -> Link:
+def measure_with_probes(world, monkeypatch) -> Link:
     """Return rank 0's measurement of its link to rank 1."""
 
-    def rest(seconds: float) -> None:
+    def sleep(seconds: float) -> None:
         world.seconds[0] += seconds
 
     def program(transport) -> Link | None:
@@ -97,17 +97,19 @@ def probed(world, monkeypatch) -> Link:
             return probes.follow_swaps(transport, 0, world.clock(1))
         return probes.lead_swaps(transport, 1, BETWEEN_SECONDS, world.clock(0))
 
-    monkeypatch.setattr(probes, "time", SimpleNamespace(sleep=rest))
+    monkeypatch.setattr(probes, "time", SimpleNamespace(sleep=sleep))
     found, _ = run_ranks(world.world, program)
     return found
 
 
 @pytest.mark.parametrize("link", [Link.of(5e6, 2e-4), Link.of(8e7, 2e-4), ETHERNET], ids=repr)
 @pytest.mark.parametrize("burst_bytes", [3000, 12_000])
-def test_a_token_bucket_is_found_and_makes_no_link_faster(virtual, link, burst_bytes, monkeypatch):
+def test_token_bucket_is_measured_and_does_not_inflate_bandwidth(
+    virtual, link, burst_bytes, monkeypatch
+):
     link = link._replace(burst_bytes=burst_bytes)
     world = virtual(2, link)
-    found = probed(world, monkeypatch)
+    found = measure_with_probes(world, monkeypatch)
     assert found.seconds_per_byte == near(link.seconds_per_byte, rel=1e-6)
     assert found.latency_seconds == pytest.approx(link.latency_seconds, rel=0.05)
     assert found.burst_bytes == pytest.approx(burst_bytes, rel=0.05)
@@ -118,7 +120,7 @@ def test_a_token_bucket_is_found_and_makes_no_link_faster(virtual, link, burst_b
 def test_per_call_overhead_does_not_hide_a_token_bucket(virtual, link, monkeypatch):
     """Receiving a piece takes at most as long as 640 of its bytes."""
     world = virtual(2, link._replace(burst_bytes=10_000), call_seconds=32e-6)
-    assert probed(world, monkeypatch).burst_bytes == pytest.approx(10_000, rel=0.1)
+    assert measure_with_probes(world, monkeypatch).burst_bytes == pytest.approx(10_000, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +132,8 @@ def test_per_call_overhead_does_not_hide_a_token_bucket(virtual, link, monkeypat
     ),
 )
 @pytest.mark.parametrize("ranks_per_node", [1, 5])
-def test_one_that_sends_slowly_is_found_at_every_place(virtual, size, slow, ranks_per_node):
-    """Between hosts, and inside a node."""
+def test_slow_sender_limits_bandwidth_at_any_rank(virtual, size, slow, ranks_per_node):
+    """For links between hosts, and inside a node."""
     world = virtual(size, FAST, FAST, ranks_per_node)
     world.link = lambda sender, to: ETHERNET if sender == slow else FAST
     network, *_ = found_on(world)
@@ -139,7 +141,7 @@ def test_one_that_sends_slowly_is_found_at_every_place(virtual, size, slow, rank
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_each_has_a_partner_and_one_that_is_left_over_a_round_of_its_own(count):
+def test_partners_pair_all_ranks_and_a_left_over_rank_in_another_round(count):
     pairs, left_over = zip(*(_partners(place, count) for place in range(count)), strict=True)
     for round in (pairs, left_over):
         assert all(round[other] == place for place, other in enumerate(round) if other is not None)
@@ -149,14 +151,14 @@ def test_each_has_a_partner_and_one_that_is_left_over_a_round_of_its_own(count):
 
 
 @pytest.mark.parametrize("size", [4, 6, 9])
-def test_links_within_and_between_nodes_are_told_apart(virtual, size):
+def test_links_within_and_between_nodes_are_measured_separately(virtual, size):
     network, *_ = found_on(virtual(size, ETHERNET, FAST, ranks_per_node=3))
     assert network.between == near(ETHERNET, rel=1e-6)
     assert network.within == near(FAST, rel=1e-6)
     assert network.ranks_per_node == 3
 
 
-def test_ranks_that_are_not_in_node_order_share_their_link_always(virtual):
+def test_ranks_not_in_node_order_are_modelled_with_one_shared_link(virtual):
     world = virtual(4, ETHERNET, FAST, ranks_per_node=2)
     world.link = lambda a, b: FAST if a % 2 == b % 2 else ETHERNET
     for transport in world.world:
@@ -171,8 +173,8 @@ def test_ranks_that_are_not_in_node_order_share_their_link_always(virtual):
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_allreduce_is_worth_its_link(virtual, size):
-    """Its messages and bytes are known."""
+def test_measured_allreduce_gives_the_links_bandwidth(virtual, size):
+    """The allreduce's messages and bytes are known, so its time gives the link."""
     network, *_ = found_on(virtual(size, ETHERNET))
     latency_seconds, seconds_per_byte, _ = network.allreduce
     assert seconds_per_byte == near(ETHERNET.seconds_per_byte, rel=0.01)
@@ -181,7 +183,7 @@ def test_the_allreduce_is_worth_its_link(virtual, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_acknowledgements_do_not_count_as_time_of_bytes(virtual, size):
+def test_acknowledgement_latency_is_not_counted_as_bandwidth(virtual, size):
     """If acknowledgements take most of the time, the rest is no measure of the bytes."""
     for link, is_measured in ((Link.of(1e8, 2e-3), True), (Link.of(400e9, 30e-3), False)):
         network, *_ = found_on(virtual(size, link))
@@ -203,7 +205,7 @@ def test_acknowledgements_do_not_count_as_time_of_bytes(virtual, size):
     ],
     ids=repr,
 )
-def test_a_librarys_own_allreduce_has_no_acknowledgements(virtual, size, link, native):
+def test_native_allreduce_is_modelled_without_acknowledgements(virtual, size, link, native):
     world = virtual(size, link)
     world.reduce_natively(native)
     network, *_ = found_on(world)
@@ -217,7 +219,7 @@ def test_a_librarys_own_allreduce_has_no_acknowledgements(virtual, size, link, n
         assert found.rounds == 2 * rounds(size)
 
 
-def test_one_that_is_its_own_for_long_vectors_is_modelled_in_either_way(virtual):
+def test_allreduce_native_only_for_long_vectors_is_modelled_by_length(virtual):
     """As with gloo: only the largest probe has no acknowledgements."""
     size, native_bytes = 4, 1 << 24
     world = virtual(size, ETHERNET)
@@ -225,7 +227,7 @@ def test_one_that_is_its_own_for_long_vectors_is_modelled_in_either_way(virtual)
     network, *_ = found_on(world)
     assert network.native_bytes == native_bytes
     for length, answered in ((native_bytes // 4 - size, True), (native_bytes // 4, False)):
-        world.seconds[:] = [begun := max(world.seconds) + 1.0] * size  # after a rest
+        world.seconds[:] = [begun := max(world.seconds) + 1.0] * size  # after a pause
         run_ranks(world.world, lambda t, length=length: t.allreduce(np.zeros(length, np.float32)))
         found = predict(Candidate("dense"), length, network, DEFAULT_RATES)
         assert found.communicate_seconds == pytest.approx(max(world.seconds) - begun, rel=1e-2)
@@ -233,7 +235,7 @@ def test_one_that_is_its_own_for_long_vectors_is_modelled_in_either_way(virtual)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_the_time_of_an_agreement_is_measured(virtual, size):
+def test_agreement_time_is_measured(virtual, size):
     link = Link(5e-3, 1e-9)
     network, *_ = found_on(virtual(size, link))
     latencies = (size - 1).bit_length() * link.latency_seconds
@@ -246,7 +248,7 @@ def test_the_time_of_an_agreement_is_measured(virtual, size):
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 4), (3, 4)])
-def test_the_time_of_an_agreement_is_that_of_one_in_a_row(virtual, nodes, ranks_per_node):
+def test_agreement_time_is_the_mean_of_successive_agreements(virtual, nodes, ranks_per_node):
     """On unequal links some ranks finish a latency before others, and wait the next time."""
     size, link = nodes * ranks_per_node, Link(5e-3, 1e-9)
     world = virtual(size, link, FAST, ranks_per_node)
@@ -258,7 +260,7 @@ def test_the_time_of_an_agreement_is_that_of_one_in_a_row(virtual, nodes, ranks_
 
 
 @pytest.mark.parametrize("length", [1 << 20, 1 << 22])
-def test_an_allreduce_of_ranks_that_end_apart_takes_what_one_after_the_other_does(virtual, length):
+def test_allreduce_time_is_the_mean_of_successive_allreduces(virtual, length):
     """Ranks of a host end some latencies apart; the slowest's time is 1.2 to 1.6 times as long."""
     size, ranks_per_node, link = 8, 4, Link(5e-3, 1e-9)
     world = virtual(size, link, FAST, ranks_per_node)
@@ -275,7 +277,7 @@ def test_an_allreduce_of_ranks_that_end_apart_takes_what_one_after_the_other_doe
     assert found.communicate_seconds == pytest.approx(each, rel=0.15)
 
 
-def test_long_allreduces_that_open_windows_do_not_count(virtual):
+def test_slow_first_long_allreduces_are_not_counted(virtual):
     """The first three of each long size take half as long again."""
     world = virtual(2, ETHERNET)
 
@@ -297,7 +299,7 @@ def test_long_allreduces_that_open_windows_do_not_count(virtual):
     assert network.allreduce.bits_per_second == pytest.approx(ETHERNET.bits_per_second, rel=0.02)
 
 
-def test_an_allreduce_too_slow_to_be_long_is_not_taken_for_a_long_one(virtual):
+def test_allreduce_too_slow_to_reach_long_sizes_is_left_unmeasured(virtual):
     network, *_ = found_on(virtual(3, Link.of(5e6, 1e-3)))
     assert network.allreduce is None
     assert network.between.bits_per_second == pytest.approx(5e6)
@@ -310,7 +312,7 @@ def test_an_allreduce_too_slow_to_be_long_is_not_taken_for_a_long_one(virtual):
     latency=st.floats(1e-6, 10e-3),
     bits_per_second=st.floats(1e5, 1e12),
 )
-def test_a_slow_network_is_measured_in_the_same_time(virtual, size, latency, bits_per_second):
+def test_measuring_any_network_keeps_its_time_budget(virtual, size, latency, bits_per_second):
     link = Link.of(bits_per_second, latency)
     world = virtual(size, link)
     found_on(world)
@@ -335,7 +337,7 @@ def test_a_slow_network_is_measured_in_the_same_time(virtual, size, latency, bit
     st.integers(100, 10**7),
     st.floats(1e-3, 2),
 )
-def test_growing_keeps_its_budget_whatever_a_run_takes(alpha, beta, smallest, largest, budget):
+def test_grow_keeps_its_time_budget_for_any_run_time(alpha, beta, smallest, largest, budget):
     spent = []
 
     def run(size: int) -> float:
@@ -355,7 +357,7 @@ def test_growing_keeps_its_budget_whatever_a_run_takes(alpha, beta, smallest, la
 
 @settings(max_examples=200)
 @given(st.floats(1e-6, 1e-2), st.floats(1e-9, 1e-4), st.integers(0, 30), st.floats(0.1, 100))
-def test_a_run_that_is_delayed_changes_no_size_and_no_bandwidth(alpha, beta, delayed, by_seconds):
+def test_delayed_run_does_not_change_sizes_or_link(alpha, beta, delayed, by_seconds):
     def measured(delayed: int | None) -> dict[int, list[float]]:
         count = itertools.count()
 
@@ -369,22 +371,22 @@ def test_a_run_that_is_delayed_changes_no_size_and_no_bandwidth(alpha, beta, del
     assert link_of(disturbed) == pytest.approx(link_of(undisturbed))
 
 
-def test_a_clock_that_has_not_ticked_is_no_error():
+def test_grow_accepts_runs_of_zero_seconds():
     assert list(grow(lambda size: 0.0 if size > 1 else 1.0, 1, 64, 0.5)) == [1]
     assert list(grow(lambda size: 0.0, 1, 64, 0.0)) == [1]
     assert list(grow(lambda size: 0.0, 1, 64, 1.0)) == [1, 8, 64]
 
 
-def test_a_hold_up_changes_neither_latency_nor_bandwidth():
+def test_link_of_ignores_delayed_samples():
     link = link_of({64: [1.0, 9.0, 1.0], 512: [1.0], 1064: [3.0, 2.0, 2.0, 50.0, 2.0]})
     assert link == pytest.approx(Link(1.0 - 64 * 1e-3, 1e-3))
 
 
-def test_a_link_too_slow_for_a_second_size_is_taken_at_its_worst():
+def test_link_of_one_size_counts_all_time_as_latency_and_as_bandwidth():
     assert link_of({64: [0.64]}) == Link(0.64, 0.01)
 
 
-def test_the_rate_is_that_of_the_work_without_its_preparation():
+def test_seconds_per_unit_excludes_preparation():
     now = 0.0
 
     def prepare(size: int):
@@ -402,31 +404,31 @@ def test_the_rate_is_that_of_the_work_without_its_preparation():
     assert now <= 0.2 + 1e-6
 
 
-def test_every_rank_gets_the_same_and_the_slowest_ranks_rates(virtual):
+def test_measure_gives_all_ranks_the_same_calibration(virtual):
     size = 3
     world = virtual(size, ETHERNET)
-    everyones = run_ranks(world.world, measure)
-    assert everyones == [everyones[0]] * size
-    rates = everyones[0].rates
+    of_all_ranks = run_ranks(world.world, measure)
+    assert of_all_ranks == [of_all_ranks[0]] * size
+    rates = of_all_ranks[0].rates
     coding = next(iter(rates.coding.values()))
     of_entries = (rates.pick_seconds, rates.merge_seconds, rates.sum_seconds)
     numbers = [*of_entries, rates.select_seconds, rates.copy_seconds, *coding]
     assert all(0 < number < 1e-3 for number in numbers)
-    assert "measured on 3 ranks of 3 hosts" in everyones[0].origin
+    assert "measured on 3 ranks of 3 hosts" in of_all_ranks[0].origin
 
 
-def test_a_machine_whose_clocks_stand_still_measures_no_time():
+def test_measured_rates_are_zero_when_the_clock_stands_still():
     rates = measure_rates(clock=lambda: 0.0, stopwatch=lambda: 0.0)
     assert rates.select_seconds == rates.pick_seconds == rates.merge_seconds == 0.0
     assert rates.sum_seconds == rates.copy_seconds == 0.0
 
 
-def test_a_rank_alone_has_rates_but_no_links():
+def test_single_rank_has_rates_but_no_links():
     (calibration,) = run_ranks(local_world(1), measure)
     assert calibration.network == Network(1, Link(0.0, 0.0))
     assert calibration.rates.select_seconds > 0
     assert np.isfinite(calibration.rates.merge_seconds)
 
 
-def test_an_assumed_calibration_says_so():
+def test_assumed_calibration_says_that_it_is_assumed():
     assert "assumed" in assumed(4).origin

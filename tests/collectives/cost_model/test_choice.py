@@ -32,7 +32,7 @@ RESNET50 = 25_557_032
 BLOCKS = Format("blocks")
 CODING = {EXACT: CodingRate(1e-9, 1e-9), BLOCKS: CodingRate(2e-9, 2e-9)}
 RATES = Rates(1.2e-9, 3.5e-8, CODING)
-AT_A_THOUSANDTH = Budget(density=0.001)
+DENSITY_A_THOUSANDTH = Budget(density=0.001)
 rank_counts = st.integers(2, 300)
 latencies = st.floats(1e-6, 1e-2)
 
@@ -41,13 +41,13 @@ def on(ranks: int, bits_per_second: float, latency: float = 50e-6, rates: Rates 
     return Calibration(Network(ranks, Link.of(bits_per_second, latency)), rates, "made up")
 
 
-def chosen(calibration: Calibration, budget: Budget = AT_A_THOUSANDTH, **options):
+def chosen(calibration: Calibration, budget: Budget = DENSITY_A_THOUSANDTH, **options):
     return choose(RESNET50, calibration, budget, options.pop("formats", (EXACT,)), **options)
 
 
 @settings(max_examples=60)
 @given(rank_counts, latencies, st.floats(1e6, 1e12), st.floats(1.01, 100))
-def test_a_faster_network_makes_nothing_slower_and_dense_gains_most(
+def test_faster_network_speeds_up_all_candidates_and_dense_most(
     ranks, latency, bits_per_second, factor
 ):
     slow = {e.candidate: e.seconds for e in chosen(on(ranks, bits_per_second, latency))}
@@ -62,33 +62,33 @@ def test_a_faster_network_makes_nothing_slower_and_dense_gains_most(
 
 @settings(max_examples=60)
 @given(rank_counts, st.floats(1e-5, 0.5))
-def test_on_an_infinitely_fast_network_dense_wins(ranks, density):
+def test_dense_is_chosen_on_an_infinitely_fast_network(ranks, density):
     best, *_ = chosen(on(ranks, float("inf"), 0.0), Budget(density=density))
     assert best.candidate.algorithm == "dense"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 32, 256])
-def test_on_a_slow_network_compression_wins(ranks):
+def test_sparse_is_chosen_on_a_slow_network(ranks):
     best, *others = chosen(on(ranks, 1e8))
     assert best.candidate.algorithm != "dense"
     assert best.candidate.density == 0.001
     assert any(other.candidate.algorithm == "dense" for other in others)
 
 
-def test_few_ranks_gather_and_many_merge_or_split():
+def test_allgather_is_chosen_for_few_ranks_and_gtopk_or_oktopk_for_many():
     assert chosen(on(2, 1e9))[0].candidate.algorithm == "topk-allgather"
     assert chosen(on(128, 1e9, latency=1e-3))[0].candidate.algorithm == "gtopk"
     assert chosen(on(128, 1e8, latency=1e-5))[0].candidate.algorithm == "oktopk"
 
 
-def test_ranks_that_share_a_nodes_link_sum_inside_the_node_first():
+def test_hierarchical_is_chosen_when_ranks_share_a_nodes_link():
     network = Network(64, Link.of(1e9, 5e-5), 8, Link.of(1e11, 5e-6))
     best = chosen(Calibration(network, RATES, "made up"))[0]
     assert best.candidate.algorithm == "hierarchical"
     assert "hierarchical" not in {each.candidate.algorithm for each in chosen(on(64, 1e9))}
 
 
-def test_the_shorter_a_training_the_wider_its_updates():
+def test_shorter_training_chooses_wider_updates():
     """With fewer steps left, the choice never changes from wider to narrower updates."""
     updated = [
         chosen(on(128, 1e9, latency=1e-3), training=Training(steps, 1.0))[0].updated
@@ -99,7 +99,7 @@ def test_the_shorter_a_training_the_wider_its_updates():
     assert updated[-1] > 25 * updated[0]
 
 
-def test_updates_are_offered_wider_where_more_ranks_have_picked_more():
+def test_wider_updates_are_offered_with_more_ranks():
     """Two ranks pick at most 2 k entries in total, and an allgather updates all of them."""
     for ranks, expected in ((2, {1.0}), (3, {1.0, 2.0}), (8, {1.0, 2.0, 4.0})):
         found = [each.candidate for each in chosen(on(ranks, 1e9))]
@@ -108,7 +108,7 @@ def test_updates_are_offered_wider_where_more_ranks_have_picked_more():
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_updates_twice_as_wide_send_no_byte_more(ranks):
+def test_updates_twice_as_wide_send_no_more_bytes(ranks):
     sent = {
         each.candidate.widening: each.sent.bytes
         for each in chosen(on(ranks, 1e9))
@@ -117,11 +117,11 @@ def test_updates_twice_as_wide_send_no_byte_more(ranks):
     assert sent[1.0] == sent[2.0] < sent[4.0]
 
 
-def test_one_rank_has_nothing_to_compress():
+def test_dense_is_chosen_for_one_rank():
     assert chosen(on(1, 1e9))[0].candidate.algorithm == "dense"
 
 
-def test_packing_pays_on_a_slow_link_and_not_on_a_fast_one():
+def test_packed_format_is_chosen_on_a_slow_link_and_not_on_a_fast_one():
     formats = (EXACT, BLOCKS)
     assert chosen(on(8, 1e8), formats=formats)[0].candidate.format == BLOCKS
     fastest = chosen(on(8, 1e11, rates=RATES._replace(select_seconds=0.0)), formats=formats)
@@ -133,7 +133,7 @@ def test_packing_pays_on_a_slow_link_and_not_on_a_fast_one():
     assert order == [EXACT, BLOCKS]
 
 
-def test_a_gain_within_the_models_error_is_no_gain():
+def test_dense_is_kept_when_sparse_gains_less_than_the_models_error():
     """Dense updates every coordinate, so it is kept unless sparse is clearly faster."""
     network = Network(2, Link.of(1e9, 0.0))
     dense = RESNET50 * 4 * 8e-9
@@ -145,7 +145,7 @@ def test_a_gain_within_the_models_error_is_no_gain():
 
 @settings(max_examples=60)
 @given(rank_counts, st.floats(1e7, 1e11), st.floats(1e3, 1e9))
-def test_every_candidate_keeps_its_bytes(ranks, bits_per_second, budget_bytes):
+def test_every_candidate_keeps_the_byte_budget_and_uses_it_up(ranks, bits_per_second, budget_bytes):
     budget = Budget(bytes_per_step=budget_bytes)
     try:
         found = chosen(on(ranks, bits_per_second), budget)
@@ -162,7 +162,7 @@ def test_every_candidate_keeps_its_bytes(ranks, bits_per_second, budget_bytes):
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("budget_bytes", [2_000, 10_000, 30_000])
-def test_a_budget_of_bytes_is_kept_by_what_is_counted(size, budget_bytes):
+def test_bytes_counted_by_the_transport_keep_the_byte_budget(size, budget_bytes):
     length = 20_000
     found = choose(length, on(size, 1e8), Budget(bytes_per_step=budget_bytes), (EXACT,))
     assert {each.candidate.algorithm for each in found} >= {"gtopk", "topk-allgather"}
@@ -185,18 +185,18 @@ def test_a_budget_of_bytes_is_kept_by_what_is_counted(size, budget_bytes):
         assert max(t.traffic.sent_bytes for t in world) <= budget_bytes
 
 
-def test_bytes_for_less_than_an_entry_are_refused_with_what_is_needed():
+def test_byte_budget_below_one_entry_is_refused_with_the_minimum():
     with pytest.raises(ValueError, match=r"bytes_per_step must be at least \d+ on 8 ranks .* 10"):
         chosen(on(8, 1e9), Budget(bytes_per_step=10))
 
 
-def test_bytes_for_everything_mean_dense():
+def test_dense_is_chosen_when_its_bytes_fit_the_budget():
     assert chosen(on(8, 1e9), Budget(bytes_per_step=1e9))[0].candidate.algorithm == "dense"
 
 
 @settings(max_examples=60)
 @given(rank_counts, st.floats(1e7, 1e11), st.floats(1e-3, 10))
-def test_the_largest_density_that_hides_is_taken(ranks, bits_per_second, seconds):
+def test_largest_density_within_the_time_budget_is_chosen(ranks, bits_per_second, seconds):
     here, budget = on(ranks, bits_per_second), Budget(seconds=seconds)
     best, *others = chosen(here, budget)
     assert any(each.candidate.algorithm == "dense" for each in (best, *others))
@@ -210,12 +210,12 @@ def test_the_largest_density_that_hides_is_taken(ranks, bits_per_second, seconds
         assert not fits_budget(predict(denser, RESNET50, here.network, here.rates), budget)
 
 
-def test_if_nothing_is_hidden_the_shortest_is_chosen():
+def test_shortest_candidate_is_chosen_when_none_fits_the_time_budget():
     best, *others = chosen(on(32, 1e8), Budget(seconds=1e-6))
     assert best.seconds == min(each.seconds for each in (best, *others))
 
 
-def test_a_correction_moves_an_algorithm_alone():
+def test_correction_changes_only_its_algorithms_prediction():
     calibration = on(16, 1e9)
     before = {e.candidate.algorithm: e for e in chosen(calibration)}
     after = {
@@ -230,17 +230,17 @@ def test_a_correction_moves_an_algorithm_alone():
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_every_rank_chooses_the_same(size, monkeypatch, tmp_path):
+def test_every_rank_chooses_the_same_candidates(size, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def program(transport):
         return choose(RESNET50, calibrate(transport), Budget(density=0.01), (EXACT,))
 
-    everyones = run_ranks(local_world(size, 30), program)
-    assert everyones == [everyones[0]] * size
+    of_all_ranks = run_ranks(local_world(size, 30), program)
+    assert of_all_ranks == [of_all_ranks[0]] * size
 
 
-def test_nodes_of_unlike_numbers_of_ranks_are_beyond_the_model():
+def test_hierarchical_is_not_offered_for_nodes_of_unequal_sizes():
     """The number of shards is that of the smallest node's ranks."""
     link = Link.of(1e9, 1e-4)
     for ranks, is_offered in ((8, True), (7, False), (4, False)):

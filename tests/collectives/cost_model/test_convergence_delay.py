@@ -9,7 +9,7 @@ from collectives.cost_model import Training, lag_steps
 
 
 @pytest.mark.parametrize("updated", [4, 20, 100])
-def test_steady_gradients_are_held_back_for_that_many_steps(updated):
+def test_lag_steps_equals_the_mean_residual_of_steady_gradients(updated):
     """Error feedback on constant gradients: most have equal size, a few are ten times larger."""
     length = 1000
     gradient = np.random.default_rng(5).uniform(0.9, 1.1, length)
@@ -24,17 +24,17 @@ def test_steady_gradients_are_held_back_for_that_many_steps(updated):
     assert np.mean(late) == pytest.approx(lag_steps(length, updated), rel=0.25)
 
 
-def test_a_method_that_updates_everything_has_no_lag():
+def test_updating_every_element_has_no_lag():
     assert lag_steps(7, 7) == 0.0
 
 
-def test_a_lag_costs_whole_steps_and_a_long_training_makes_little_of_it():
+def test_lag_costs_whole_steps_divided_by_the_length_of_training():
     assert Training(100, elsewhere_seconds=2.0).cost(1.0, 50.0) == 1.0 + 0.5 * 3.0
     assert Training(100, elsewhere_seconds=2.0, share=0.1).cost(1.0, 50.0) == 1.0 + 0.05 * 3.0
     assert Training().cost(1.0, 50.0) == 1.0
 
 
-def test_a_hidden_reduction_costs_only_its_lag():
+def test_hidden_reduction_costs_only_its_lag():
     assert Training(100, 2.0, room_seconds=0.75).cost(1.0, 50.0) == 0.25 + 0.5 * 2.25
     assert Training(100, 2.0, room_seconds=3.0).cost(1.0, 50.0) == 0.5 * 2.0
     assert Training(100, 2.0, room_seconds=3.0).cost(1.0, 0.0) == 0.0

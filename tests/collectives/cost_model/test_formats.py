@@ -34,7 +34,7 @@ def spread(entries: int, dtype: type, length: int = LENGTH) -> SparseVector:
 @every_format
 @pytest.mark.parametrize("entries", [0, 1, 7, 300, 3000, 30_001, 300_000])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_message_is_as_long_as_predicted(format, entries, dtype):
+def test_message_length_is_as_predicted(format, entries, dtype):
     message = wire.encode(spread(entries, dtype), entries or 1, format).message
     predicted = message_bytes(entries, LENGTH, format, np.dtype(dtype).itemsize)
     if format.indices == "raw":
@@ -45,7 +45,7 @@ def test_a_message_is_as_long_as_predicted(format, entries, dtype):
 
 @every_format
 @pytest.mark.parametrize("entries", [30, 300, 1000, 3000, 10_000])
-def test_so_is_one_with_fewer_entries_than_there_are_blocks(format, entries):
+def test_message_length_is_as_predicted_with_fewer_entries_than_blocks(format, entries):
     length = 2000 * BLOCK
     message = wire.encode(spread(entries, np.float32, length), entries, format).message
     assert message_bytes(entries, length, format) == pytest.approx(message.size, rel=0.01, abs=32)
@@ -54,7 +54,7 @@ def test_so_is_one_with_fewer_entries_than_there_are_blocks(format, entries):
 @every_format
 @pytest.mark.parametrize("entries", [30, 1000])
 @pytest.mark.parametrize("part", [0, 1, 7])
-def test_entries_of_one_part_take_what_its_length_makes_them_take(format, entries, part):
+def test_message_length_is_as_predicted_with_entries_in_one_part(format, entries, part):
     inside = spread(entries, np.float32, 2000 * BLOCK // 8)
     vector = inside.embed(part * inside.length, 8 * inside.length)
     message = wire.encode(vector, entries, format).message
@@ -83,7 +83,7 @@ PICKS = {
 
 @every_format
 @pytest.mark.parametrize("picks", PICKS.values(), ids=PICKS)
-def test_no_message_is_longer_than_the_most(format, picks):
+def test_message_length_is_at_most_the_predicted_maximum(format, picks):
     vector = SparseVector(picks.astype(np.int32), np.ones(picks.size, np.float32), LONG)
     message = wire.encode(vector, vector.entries, format).message
     assert message.size <= most_message_bytes(vector.entries, LONG, format)
@@ -92,7 +92,7 @@ def test_no_message_is_longer_than_the_most(format, picks):
 @pytest.mark.parametrize(
     ("indices", "kind"), [("blocks", "one in every other block"), ("packed", "even")]
 )
-def test_and_some_are_about_as_long(indices, kind):
+def test_predicted_maximum_is_nearly_reached(indices, kind):
     picks = PICKS[kind]
     vector = SparseVector(picks.astype(np.int32), np.ones(picks.size, np.float32), LONG)
     message = wire.encode(vector, vector.entries, Format(indices)).message
@@ -100,5 +100,5 @@ def test_and_some_are_about_as_long(indices, kind):
 
 
 @given(st.floats(1e-9, 1 - 1e-9))
-def test_a_position_takes_less_than_its_number(density):
+def test_entropy_of_a_position_is_bounded(density):
     assert 0 < entropy_bits(density) <= math.log2(math.e / density) + 1e-6

@@ -26,14 +26,14 @@ LATENCIES = (5e-5, 5e-4, 5e-3, 20e-3)
 ONE_EACH = [(size, 1) for size in (2, 3, 4, 5, 6, 7, 8, 12)]
 SEVERAL_EACH = [(4, 2), (6, 3), (8, 4), (16, 8)]
 # The smallest and largest latency, for few ranks (powers of two and others) and all nodes.
-OF_THE_SUITE = [
+ALWAYS_RUN = [
     *((size, 1, latency) for size in (2, 3, 5) for latency in (5e-5, 20e-3)),
     *((7, 1, 5e-4), (8, 1, 5e-3), (4, 2, 5e-5), (4, 2, 20e-3), (6, 3, 5e-3), (8, 4, 5e-4)),
 ]
 
 
 @pytest.fixture(autouse=True)
-def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace real sleeps, which virtual time does not need."""
     monkeypatch.setattr(per_call_overhead, "time", SimpleNamespace(sleep=lambda seconds: None))
 
@@ -56,10 +56,10 @@ def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: lis
     ("size", "ranks_per_node", "latency"),
     some_of(
         [(*ranks, latency) for ranks in ONE_EACH + SEVERAL_EACH for latency in LATENCIES],
-        *OF_THE_SUITE,
+        *ALWAYS_RUN,
     ),
 )
-def test_the_time_of_few_entries_less_their_messages_is_the_overhead(
+def test_overhead_is_the_time_of_few_entries_minus_their_messages(
     virtual, size, ranks_per_node, latency
 ):
     """Calls: a swap takes one; an allgather takes one per round, the first of them the swap.
@@ -90,8 +90,8 @@ def test_the_time_of_few_entries_less_their_messages_is_the_overhead(
 
 
 @pytest.mark.parametrize("rank", [0, 1, per_call_overhead._MAX_OKTOPK_RANKS - 1])
-def test_ranks_pick_alike_many_of_each_region_and_none_the_same(rank):
-    """So that Ok-Topk's parts and blocks are as even as its schedule assumes."""
+def test_even_picks_are_disjoint_and_equally_many_in_each_region(rank):
+    """Ok-Topk's parts and blocks are then as even as its schedule assumes."""
     size = per_call_overhead._MAX_OKTOPK_RANKS
     mine, regions = per_call_overhead.even_picks(rank, size)
     other, _ = per_call_overhead.even_picks((rank + 1) % size, size)
@@ -103,7 +103,7 @@ def test_ranks_pick_alike_many_of_each_region_and_none_the_same(rank):
     assert not np.intersect1d(mine.indices, other.indices).size
 
 
-def test_few_of_many_ranks_send_to_each_other(virtual, monkeypatch):
+def test_send_overhead_is_measured_among_a_limited_number_of_ranks(virtual, monkeypatch):
     monkeypatch.setattr(per_call_overhead, "_MAX_OKTOPK_RANKS", 4)
     found = found_on(virtual, 9, 1, 5e-4, [0.0] * 9)
     sends = 3 + SEARCH_SENDS + GATHER_SENDS
@@ -113,22 +113,22 @@ def test_few_of_many_ranks_send_to_each_other(virtual, monkeypatch):
 
 
 @pytest.mark.parametrize("size", some_of([17, 40], 17))
-def test_more_regions_are_searched_in_another_round(virtual, size):
-    """Once, the lists were too small for it, and calls took less than nothing."""
+def test_send_overhead_accounts_for_another_search_round_of_many_regions(virtual, size):
+    """Regression: lists too small for this round gave a negative overhead."""
     found = found_on(virtual, size, 1, 5e-4, [0.0] * size)
     sends = size - 1 + 2 * SEARCH_SENDS + GATHER_SENDS
     calls = size - 1 + 3 * rounds(size) - 4 * (rounds(size) - 1)
     assert found.send_seconds * sends == pytest.approx(calls * CALL_SECONDS, rel=0.01)
 
 
-def test_a_node_with_fewer_ranks_does_not_count(virtual):
+def test_node_with_fewer_ranks_does_not_change_the_swap_overhead(virtual):
     found = found_on(virtual, 5, 4, 5e-3, [0.0] * 5)
     assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.05)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_ranks_that_wake_late_take_no_longer_in_calls(virtual, size, monkeypatch):
-    """By many latencies, and differently in each run."""
+def test_ranks_that_wake_late_do_not_increase_the_overhead(virtual, size, monkeypatch):
+    """Ranks wake many latencies late, by a different time in each run."""
     world = virtual(size, Link(5e-4, 1e-9), call_seconds=CALL_SECONDS)
     here = threading.local()
 
@@ -146,10 +146,10 @@ def test_ranks_that_wake_late_take_no_longer_in_calls(virtual, size, monkeypatch
     assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.25)
 
 
-def test_ways_take_turns_as_long_as_there_is_time(virtual, monkeypatch):
+def test_measured_algorithms_take_turns_until_time_is_up(virtual, monkeypatch):
     seen: list[str] = []
 
-    def noted(name, reduce):
+    def record_name(name, reduce):
         def run(selected, k, transport, **options):
             if threading.current_thread().name == "rank 0":
                 seen.append(name)
@@ -157,7 +157,9 @@ def test_ways_take_turns_as_long_as_there_is_time(virtual, monkeypatch):
 
         return run
 
-    each = {name: noted(name, reduce) for name, reduce in per_call_overhead.ALGORITHMS.items()}
+    each = {
+        name: record_name(name, reduce) for name, reduce in per_call_overhead.ALGORITHMS.items()
+    }
     monkeypatch.setattr(per_call_overhead, "ALGORITHMS", each)
 
     def seen_at(latency: float) -> list[str]:
@@ -180,7 +182,7 @@ def test_ways_take_turns_as_long_as_there_is_time(virtual, monkeypatch):
     assert seen_at(CALLS_SECONDS) == turn + 2 * split
 
 
-def test_a_rank_alone_keeps_its_own():
+def test_single_rank_keeps_its_rates():
     (found,) = run_ranks(
         local_world(1), lambda t: measure_calls(t, Network(1, WITHIN), DEFAULT_RATES)
     )

@@ -18,14 +18,14 @@ def arrivals(seconds: float, at_once: int, first: int) -> list[float]:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4])
-def test_pieces_that_come_together_make_a_link_no_faster(at_once: int) -> None:
+def test_pieces_that_arrive_in_groups_do_not_inflate_bandwidth(at_once: int) -> None:
     for first in range(at_once):
         for seconds in (3e-3, 2e-6):
             found = _marginal_seconds_per_byte([arrivals(seconds, at_once, first)] * 3, SIZE)
             assert found == pytest.approx(seconds / PIECE_BYTES, rel=1e-9)
 
 
-def test_a_moment_in_which_nothing_is_read_does_not_count() -> None:
+def test_pause_in_reading_does_not_change_the_bandwidth() -> None:
     arrived = np.array(arrivals(1e-3, 1, 0))
     for delayed in range(PIECES // 2 - 1, PIECES):
         read = arrived[delayed] + 3e-3
@@ -34,5 +34,5 @@ def test_a_moment_in_which_nothing_is_read_does_not_count() -> None:
         assert found == pytest.approx(1e-3 / PIECE_BYTES, rel=0.15)
 
 
-def test_pieces_that_all_come_at_once_are_no_error() -> None:
+def test_pieces_that_arrive_all_at_once_give_zero_seconds_per_byte() -> None:
     assert _marginal_seconds_per_byte([[1.0] * PIECES], SIZE) == 0.0

@@ -44,17 +44,17 @@ class Durations:
         ([SWAP] * 3, [1.8 * LONG, LONG], True),  # disturbed once
     ],
 )
-def test_links_hold_within_twice_and_half(
+def test_links_are_unchanged_within_twice_and_half_the_time(
     barriers: Sequence[float], reductions: Sequence[float], holds: bool
 ) -> None:
-    said = run_ranks(
+    unchanged = run_ranks(
         local_world(3, 30, node_size=1),
         lambda transport: links_unchanged(transport, HOSTS, Durations(*barriers, *reductions)),
     )
-    assert said == [holds] * 3
+    assert unchanged == [holds] * 3
 
 
-def test_ranks_that_go_apart_by_a_latency_find_their_link_as_it_was() -> None:
+def test_ranks_that_start_a_latency_apart_find_their_link_unchanged() -> None:
     """An early rank takes twice as long as one that finds the other's message there."""
     latency_seconds = 20e-3
     kept = Calibration(Network(2, Link.of(100e6, latency_seconds)), DEFAULT_RATES, "kept")
@@ -65,30 +65,30 @@ def test_ranks_that_go_apart_by_a_latency_find_their_link_as_it_was() -> None:
         barriers = [1.3 * latency_seconds + apart] * 2
         return Durations(*barriers, reduction + apart)
 
-    said = run_ranks(
+    unchanged = run_ranks(
         local_world(2, 30, node_size=1),
         lambda transport: links_unchanged(transport, kept, clock(transport.rank)),
     )
-    assert said == [True, True]
+    assert unchanged == [True, True]
 
 
-def test_a_narrower_link_is_seen_whose_latencies_take_as_long() -> None:
+def test_reduced_bandwidth_is_detected_on_a_link_of_high_latency() -> None:
     """The latencies of long messages and of acknowledgements do not count as time of bytes."""
     link = Link.of(10e9, 10e-3)
     kept = Calibration(Network(2, link), DEFAULT_RATES, "kept")
     array_seconds = LONG_SECONDS / 2 + 4 * link.latency_seconds
     for seconds, holds in ((array_seconds, True), (array_seconds + 10 * LONG_SECONDS, False)):
-        said = run_ranks(
+        unchanged = run_ranks(
             local_world(2, 30, node_size=1),
             lambda transport, seconds=seconds: links_unchanged(
                 transport, kept, Durations(*[link.latency_seconds] * 3, seconds)
             ),
         )
-        assert said == [holds] * 2
+        assert unchanged == [holds] * 2
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (3, 1), (5, 1), (2, 8), (3, 4)])
-def test_a_calibration_holds_until_the_latency_changes(
+def test_calibration_holds_until_the_latency_changes(
     virtual, nodes: int, ranks_per_node: int
 ) -> None:
     """With many ranks on a host, an agreement takes less than log2 P latencies between hosts."""
@@ -102,14 +102,14 @@ def test_a_calibration_holds_until_the_latency_changes(
     kept = Calibration(network, DEFAULT_RATES, "kept")
     for latency_seconds, holds in ((10e-3, True), (25e-3, False), (3e-3, False)):
         world = world_of(latency_seconds)
-        said = run_ranks(
+        unchanged = run_ranks(
             world.world,
             lambda t, world=world: links_unchanged(t, kept, world.clock(t.rank)),
         )
-        assert said == [holds] * size
+        assert unchanged == [holds] * size
 
 
-def test_a_reduction_is_twice_as_long_as_what_passes_at_once() -> None:
+def test_recheck_reduces_twice_the_token_bucket() -> None:
     burst_bytes = 1 << 20
     kept = Calibration(
         Network(2, Link(2e-4, 8e-8, burst_bytes), agreement_seconds=2e-4), DEFAULT_RATES, "kept"
@@ -124,7 +124,7 @@ def test_a_reduction_is_twice_as_long_as_what_passes_at_once() -> None:
     assert set(reduced) == {2 * burst_bytes}
 
 
-def test_within_a_host_nothing_is_asked() -> None:
+def test_recheck_within_one_host_measures_nothing() -> None:
     def no_clock() -> float:
         raise AssertionError
 
@@ -134,16 +134,16 @@ def test_within_a_host_nothing_is_asked() -> None:
     assert world[0].traffic.read_and_reset().sent_messages == 0
 
 
-def test_an_outdated_calibration_is_measured_anew_and_kept(
+def test_outdated_calibration_is_measured_again_and_cached(
     monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
     from collectives.cost_model import cache
 
     monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "kept.json"))
-    asked: list[Calibration] = []
+    checked_calibrations: list[Calibration] = []
 
     def refuse(transport, calibration, clock) -> bool:
-        asked.append(calibration)
+        checked_calibrations.append(calibration)
         return False
 
     monkeypatch.setattr(cache, "links_unchanged", refuse)
@@ -153,9 +153,9 @@ def test_an_outdated_calibration_is_measured_anew_and_kept(
         return [each.origin for each in found]
 
     first = origins()
-    assert not asked  # there was nothing yet
+    assert not checked_calibrations  # none was cached yet
     again = origins()
-    assert len(asked) == 2
+    assert len(checked_calibrations) == 2
     assert all(origin.endswith(": the cached one is out of date") for origin in again)
     assert first == [first[0]] * 2
     assert again == [again[0]] * 2

@@ -72,7 +72,7 @@ def predicted(algorithm: str, ranks: int, network: Network):
 @pytest.mark.parametrize("algorithm", FLAT)
 @pytest.mark.parametrize("picks", [own_picks, same_picks])
 @pytest.mark.parametrize("ranks", range(1, 18))
-def test_messages_and_bytes_are_those_that_the_transport_counts(algorithm, picks, ranks):
+def test_predicted_messages_and_bytes_equal_the_transports_counts(algorithm, picks, ranks):
     world = local_world(ranks, timeout_seconds=30)
     run_ranks(world, lambda t: reduce(picks(t.rank, ranks), K, t, algorithm))
     sent = predicted(algorithm, ranks, Network(ranks, LINK)).sent
@@ -82,7 +82,7 @@ def test_messages_and_bytes_are_those_that_the_transport_counts(algorithm, picks
 
 
 @pytest.mark.parametrize("ranks", range(1, 18))
-def test_those_of_oktopk_are_counted_once_its_boundaries_stand(ranks):
+def test_predicted_oktopk_bytes_equal_the_counts_with_kept_boundaries(ranks):
     world = local_world(ranks, timeout_seconds=30)
 
     def program(transport):
@@ -102,7 +102,7 @@ def test_those_of_oktopk_are_counted_once_its_boundaries_stand(ranks):
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
-def test_those_of_a_hierarchy_are_counted(nodes, ranks_per_node):
+def test_predicted_hierarchical_messages_and_bytes_equal_the_counts(nodes, ranks_per_node):
     ranks = nodes * ranks_per_node
     world = local_world(ranks, timeout_seconds=30)
     groups = np.arange(ranks).reshape(nodes, ranks_per_node).tolist()
@@ -154,9 +154,7 @@ def run_on_nodes(
 @pytest.mark.parametrize("format", [EXACT, Format("blocks"), Format("packed", "int8")])
 @pytest.mark.parametrize("ranks_per_node", [2, 4, 12])
 @pytest.mark.parametrize("growth", [1.0, 2.0, 4.0])
-def test_a_hierarchy_sends_raw_and_exact_inside_a_node_in_any_format(
-    format, ranks_per_node, growth
-):
+def test_hierarchical_bytes_assume_raw_exact_lists_inside_a_node(format, ranks_per_node, growth):
     ranks, length, k = 12, 1_000_000, 1000
     world = local_world(ranks, timeout_seconds=30)
     picks = partial(uniform, entries=k, length=length)
@@ -169,7 +167,7 @@ def test_a_hierarchy_sends_raw_and_exact_inside_a_node_in_any_format(
 
 
 @pytest.mark.parametrize("format", [EXACT, Format("blocks"), PACKED], ids=str)
-def test_oktopk_sends_what_lists_of_its_regions_take_in_any_format(format):
+def test_oktopk_bytes_are_those_of_lists_of_its_regions_in_any_format(format):
     ranks, length, k = 8, 2_000_000, 4000
     world = local_world(ranks, timeout_seconds=30)
 
@@ -186,7 +184,7 @@ def test_oktopk_sends_what_lists_of_its_regions_take_in_any_format(format):
 
 
 @pytest.mark.parametrize("measured", [(EXACT, PACKED), (PACKED,)])
-def test_exact_lists_use_the_exact_coding_rate_if_it_was_measured(measured):
+def test_exact_lists_use_the_exact_coding_rate_if_measured(measured):
     rates = Rates(0.0, 0.0, {EXACT: CodingRate(1.0, 1.0), PACKED: CodingRate(10.0, 10.0)})
     rates = rates._replace(coding={format: rates.coding[format] for format in measured})
     one_node, candidate = Network(4, LINK, 4), Candidate("hierarchical", 0.1, PACKED)
@@ -199,7 +197,7 @@ def test_exact_lists_use_the_exact_coding_rate_if_it_was_measured(measured):
 @pytest.mark.parametrize("picks", [every_other_block, uniform, at_the_end, first_at_the_end])
 @pytest.mark.parametrize("ranks", [2, 6, 8])
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.keys() - {"dense", "gtopk-tree"}))
-def test_no_rank_sends_more_than_the_most(algorithm, ranks, picks, format):
+def test_sent_bytes_are_at_most_the_predicted_maximum(algorithm, ranks, picks, format):
     k, length = 200, 500 * BLOCK
     world, ranks_per_node = local_world(ranks, timeout_seconds=30), ranks // 2
     mine = partial(picks, entries=k, length=length)
@@ -210,8 +208,8 @@ def test_no_rank_sends_more_than_the_most(algorithm, ranks, picks, format):
     assert max(t.traffic.sent_bytes for t in world) <= sent.most_bytes
 
 
-def test_an_owner_may_tell_its_threshold_by_more_entries_than_it_picked():
-    """Its region has more than 64 of the 252 wanted ones, which takes another round."""
+def test_oktopk_maximum_includes_another_threshold_round():
+    """A region has more than 64 of the 252 wanted entries, which takes another round."""
     ranks, length, k = 12, 1_000_000, 63
     world, mine = local_world(ranks, timeout_seconds=30), partial(uniform, entries=k, length=length)
     run_on_nodes(world, "oktopk", 1, mine, k, EXACT, k_out=4 * k)
@@ -220,7 +218,7 @@ def test_an_owner_may_tell_its_threshold_by_more_entries_than_it_picked():
     assert max(t.traffic.sent_bytes for t in world) <= most
 
 
-def test_an_owner_sends_its_picks_and_a_bit_for_each_pick_of_a_large_node():
+def test_hierarchical_maximum_includes_alive_bits_of_a_large_node():
     ranks, length, k = 32, 64_000, 960
     world = local_world(ranks, timeout_seconds=30)
 
@@ -238,8 +236,8 @@ def test_an_owner_sends_its_picks_and_a_bit_for_each_pick_of_a_large_node():
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 11, 16])
 @pytest.mark.parametrize("growth", [1.0, 1.5, 2.0, 4.0, 8.0])
-def test_lists_that_grow_are_counted_as_grown(ranks, growth):
-    """A merge at most doubles them, however many it may keep."""
+def test_growing_lists_are_predicted_with_their_growth(ranks, growth):
+    """A merge at most doubles a list, for any growth."""
     world = local_world(ranks, timeout_seconds=30)
     updates = run_ranks(
         world, lambda t: reduce(own_picks(t.rank, ranks), K, t, "gtopk", growth=growth)[0]
@@ -255,18 +253,18 @@ def test_lists_that_grow_are_counted_as_grown(ranks, growth):
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
-def test_oktopk_is_not_taken_to_send_more_entries_than_there_are(ranks):
-    all_of_them, more = (
+def test_oktopk_update_is_predicted_with_at_most_the_vectors_entries(ranks):
+    whole_vector, more = (
         predict(Candidate("oktopk", 0.5, widening=wide), 4000, Network(ranks, LINK), DEFAULT_RATES)
         for wide in (2.0, 4.0)
     )
-    assert more.sent == all_of_them.sent
-    assert more.seconds == all_of_them.seconds
+    assert more.sent == whole_vector.sent
+    assert more.seconds == whole_vector.seconds
 
 
 @pytest.mark.parametrize("algorithm", FLAT)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 11, 16])
-def test_seconds_are_those_of_a_network_with_such_links(virtual, algorithm, ranks):
+def test_predicted_seconds_equal_those_of_a_virtual_network(virtual, algorithm, ranks):
     world = virtual(ranks, LINK)
     run_ranks(world.world, lambda t: reduce(own_picks(t.rank, ranks), K, t, algorithm))
     communicate = predicted(algorithm, ranks, Network(ranks, LINK)).communicate_seconds
@@ -279,9 +277,7 @@ def test_seconds_are_those_of_a_network_with_such_links(virtual, algorithm, rank
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("block_bytes", [LONG_BYTES // 2, LONG_BYTES, 5 * LONG_BYTES])
-def test_long_dense_messages_are_answered_and_their_pieces_wait_for_nothing(
-    virtual, ranks, block_bytes
-):
+def test_dense_prediction_includes_acknowledgements_of_long_messages(virtual, ranks, block_bytes):
     """If two pieces take longer than an acknowledgement and a piece in flight: a latency each."""
     length = ranks * block_bytes // 4
     link = Link(1e-2, 1e-7)
@@ -296,7 +292,7 @@ def test_long_dense_messages_are_answered_and_their_pieces_wait_for_nothing(
     assert found.rounds == 2 * (len(distances) + answered)
 
 
-def test_a_node_returns_results_after_it_got_the_picks():
+def test_hierarchical_latency_counts_picks_and_results_of_a_node():
     """All members send their parts at once, and get the results once these have arrived."""
     ranks, alpha = 8, Link(1e-3, 0.0)
     network = Network(ranks, Link(1.0, 0.0), ranks, alpha)
@@ -304,7 +300,7 @@ def test_a_node_returns_results_after_it_got_the_picks():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 11])
-def test_the_parts_that_oktopk_sends_at_once_wait_for_one_latency(virtual, ranks):
+def test_oktopk_parts_sent_together_take_one_latency(virtual, ranks):
     alpha = Link(1e-3, 0.0)
     world = virtual(ranks, alpha)
     regions = [Regions() for _ in range(ranks)]
@@ -326,7 +322,7 @@ def test_the_parts_that_oktopk_sends_at_once_wait_for_one_latency(virtual, ranks
 
 @pytest.mark.parametrize("algorithm", ["dense", "topk-allgather", "gtopk"])
 @pytest.mark.parametrize("burst_bytes", [100, 300, 10_000])
-def test_bytes_that_a_full_bucket_lets_pass_take_no_time(virtual, algorithm, burst_bytes):
+def test_bytes_within_the_token_bucket_take_no_time(virtual, algorithm, burst_bytes):
     ranks, link = 8, Link(1e-4, 1e-6, burst_bytes)  # in a latency a bucket gets 100 bytes
     world = virtual(ranks, link)
     run_ranks(world.world, lambda t: reduce(own_picks(t.rank, ranks), K, t, algorithm))
@@ -337,7 +333,7 @@ def test_bytes_that_a_full_bucket_lets_pass_take_no_time(virtual, algorithm, bur
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
-def test_messages_within_a_node_take_its_own_link(virtual, ranks_per_node):
+def test_messages_within_a_node_use_its_own_link(virtual, ranks_per_node):
     within, ranks = Link(1e-6, 1e-9), 8
     world = virtual(ranks, LINK, within, ranks_per_node)
     run_ranks(world.world, lambda t: reduce(own_picks(t.rank, ranks), K, t, "gtopk"))
@@ -350,7 +346,7 @@ def test_messages_within_a_node_take_its_own_link(virtual, ranks_per_node):
 
 
 @every_algorithm
-def test_a_rank_alone_sends_nothing(algorithm):
+def test_single_rank_is_predicted_to_send_nothing(algorithm):
     found = predicted(algorithm, 1, Network(1, LINK))
     assert found.communicate_seconds == 0
     assert found.sent == (0, 0, 0)
@@ -359,7 +355,7 @@ def test_a_rank_alone_sends_nothing(algorithm):
 @every_algorithm
 @settings(max_examples=30)
 @given(st.integers(1, 300), st.floats(0, 1), st.floats(0, 1e-3))
-def test_latency_and_bandwidth_add_up(algorithm, ranks, alpha, beta):
+def test_predicted_latency_and_bandwidth_times_add_up(algorithm, ranks, alpha, beta):
     def seconds(link: Link) -> float:
         return predicted(algorithm, ranks, Network(ranks, link)).communicate_seconds
 
@@ -367,7 +363,7 @@ def test_latency_and_bandwidth_add_up(algorithm, ranks, alpha, beta):
     assert together == pytest.approx(seconds(Link(alpha, 0)) + seconds(Link(0, beta)))
 
 
-def test_the_formulas_at_32_ranks_are_those_of_the_paper():
+def test_predicted_seconds_at_32_ranks_equal_the_papers_formulas():
     # Shi et al. 2019, table I, an entry counted as two words of four bytes; log2(32) = 5.
     # Headers, alive bits and sizes, which the paper does not count, are under a hundredth.
     alpha, beta, n, k = 0.436e-3, 3.6e-8, 25_557_032, 25_557
@@ -389,7 +385,7 @@ def test_the_formulas_at_32_ranks_are_those_of_the_paper():
 
 @settings(max_examples=100)
 @given(st.integers(1, 60), st.integers(0, 80), st.integers(1, 20))
-def test_a_shift_leaves_a_node_as_often_as_counted(ranks, distance, ranks_per_node):
+def test_leaving_by_shift_equals_the_counted_messages(ranks, distance, ranks_per_node):
     distance %= ranks
     nodes = -(-ranks // ranks_per_node)
     ranks = nodes * ranks_per_node  # full nodes
@@ -399,7 +395,7 @@ def test_a_shift_leaves_a_node_as_often_as_counted(ranks, distance, ranks_per_no
 
 
 @every_algorithm
-def test_short_lists_take_their_calls_which_were_measured_where_ranks_share_a_core(algorithm):
+def test_short_lists_take_the_measured_per_call_overhead(algorithm):
     calls = Rates(
         0.0,
         0.0,
@@ -424,7 +420,7 @@ def test_short_lists_take_their_calls_which_were_measured_where_ranks_share_a_co
 
 
 @pytest.mark.parametrize(("ranks", "turns"), [(2, 1), (3, 2), (4, 2), (6, 3), (8, 4)])
-def test_ranks_that_share_cores_code_in_turns(ranks, turns):
+def test_coding_time_grows_with_ranks_per_core(ranks, turns):
     coding = Rates(0.0, 1.0, {EXACT: CodingRate(1.0, 1.0)}, sum_seconds=1.0)
 
     def seconds(cores: float) -> float:
@@ -437,7 +433,7 @@ def test_ranks_that_share_cores_code_in_turns(ranks, turns):
 
 
 @pytest.mark.parametrize("algorithm", ["dense", "gtopk"])
-def test_ranks_that_share_cores_select_and_copy_at_the_same_time(algorithm):
+def test_selection_time_grows_with_ranks_per_core(algorithm):
     rates = Rates(1.0, 0.0, {EXACT: CodingRate(0.0, 0.0)}, copy_seconds=1.0)
 
     def seconds(ranks_per_core: float) -> float:
@@ -449,7 +445,7 @@ def test_ranks_that_share_cores_select_and_copy_at_the_same_time(algorithm):
 
 
 @pytest.mark.parametrize(("ranks", "passes"), [(2, 1), (3, 2), (8, 3)])
-def test_lists_are_added_up_in_pairs(ranks, passes):
+def test_merge_time_counts_sums_of_pairs_of_lists(ranks, passes):
     sums = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)}, sum_seconds=1.0)
 
     def seconds(algorithm: str, network: Network) -> float:
@@ -466,7 +462,7 @@ def test_lists_are_added_up_in_pairs(ranks, passes):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "oktopk"])
-def test_the_lists_that_ranks_decode_are_those_of_the_schedule(algorithm, ranks, monkeypatch):
+def test_decoded_lists_are_as_many_as_in_the_schedule(algorithm, ranks, monkeypatch):
     decoded, decode = [], wire.decode
 
     def counted(*arguments, **options):

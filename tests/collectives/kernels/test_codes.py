@@ -18,7 +18,7 @@ from collectives.kernels.reference import STEP, mix
 from collectives.kernels.reference_indices import GROUP, index_capacity
 from collectives.kernels.reference_values import TOP, exponent_range, value_bytes
 from collectives.vector import index_dtype
-from collectives.wire import VALUE_CODES as VALUE_CODES_OF_THE_WIRE
+from collectives.wire import VALUE_CODES as WIRE_VALUE_CODES
 
 CANARY = 0xA5
 LENGTHS = [1, 2, 100, 65535, 65536, 65537, 10**6, 2**31 - 1, 2**31, 2**40, 2**63 - 1]
@@ -39,7 +39,7 @@ by_value_code = pytest.mark.parametrize("code", VALUE_CODES)
     ],
 )
 def _twin(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Have every twin keep the contract, and C++ with either set of instructions."""
+    """Run with every twin, and C++ with either instruction set."""
     twin, instructions = request.param
     widest = host.instructions() if twin is host else ""
     if twin is host and not use_instructions(instructions):
@@ -102,7 +102,7 @@ def floats(draw: st.DrawFn, dtype: type, finite: bool = True) -> np.ndarray:
 
 
 def packed_indices(code: str, indices: np.ndarray, length: int) -> np.ndarray:
-    """Return the bytes, and see to it that nothing is written beyond the capacity."""
+    """Return the bytes; check that nothing is written beyond the capacity."""
     capacity = index_capacity(indices.size, length, code)
     out = np.full(capacity + 16, CANARY, np.uint8)
     used = kernels.pack_indices(indices, length, out, code)
@@ -112,7 +112,7 @@ def packed_indices(code: str, indices: np.ndarray, length: int) -> np.ndarray:
 
 
 def packed_values(code: str, values: np.ndarray) -> tuple[np.ndarray, int]:
-    size = VALUE_CODES_OF_THE_WIRE[code].size_bytes(values.size, values.itemsize)
+    size = WIRE_VALUE_CODES[code].size_bytes(values.size, values.itemsize)
     out = np.full(size + 16, CANARY, np.uint8)
     exponent = kernels.pack_values(values, out[:size], code)
     assert exponent in exponent_range(code, values.dtype)
@@ -121,7 +121,7 @@ def packed_values(code: str, values: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def rounded(code: str, values: np.ndarray) -> np.ndarray:
-    """Return the values as who receives them sees them."""
+    """Return the values as a receiver decodes them."""
     data, exponent = packed_values(code, values)
     return kernels.unpack_values(data, values.size, exponent, values.dtype, code)
 
@@ -131,7 +131,7 @@ def rounded(code: str, values: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("code", ["blocks", "rice"])
 @given(index_lists())
-def test_indices_come_back(code: str, case: tuple[np.ndarray, int]) -> None:
+def test_packed_indices_round_trip(code: str, case: tuple[np.ndarray, int]) -> None:
     indices, length = case
     data = packed_indices(code, indices, length)
     found, used = kernels.unpack_indices(data, indices.size, length, code)
@@ -142,21 +142,21 @@ def test_indices_come_back(code: str, case: tuple[np.ndarray, int]) -> None:
 
 @pytest.mark.parametrize("code", ["blocks", "rice"])
 @given(index_lists())
-def test_twins_write_the_same_bytes_for_indices(code: str, case: tuple[np.ndarray, int]) -> None:
+def test_packed_indices_have_the_references_bytes(code: str, case: tuple[np.ndarray, int]) -> None:
     indices, length = case
     expected = np.empty(index_capacity(indices.size, length, code), np.uint8)
     used = reference.pack_indices(indices, length, expected, code)
     assert packed_indices(code, indices, length).tobytes() == expected[:used].tobytes()
 
 
-def test_the_bytes_of_blocks_are_those_of_the_picture() -> None:
+def test_blocks_bytes_are_as_drawn() -> None:
     indices = np.array([0, 1, 65535, *range(4 * 65536, 4 * 65536 + 200)], np.int32)
     data = packed_indices("blocks", indices, 10**6)
     assert data[: 2 * 203].view(np.uint16).tolist() == [0, 1, 65535, *range(200)]
     assert data[2 * 203 :].tobytes() == bytes.fromhex("03 00 03 C8 01")
 
 
-def test_the_bytes_of_rice_are_those_of_the_picture() -> None:
+def test_rice_bytes_are_as_drawn() -> None:
     # Gaps 2, 0, 1 and none wider than their mean: width 0, quotients 2, 0, 1.
     data = packed_indices("rice", np.array([2, 3, 5], np.int32), 10)
     assert data.tobytes() == bytes(8) + (0b101100).to_bytes(8, "little")
@@ -200,15 +200,13 @@ def test_in_order_agrees_with_a_sort(case: tuple[np.ndarray, int]) -> None:
         ([1, 2, 2], "01 02", "strictly increasing"),
     ],
 )
-def test_blocks_that_say_anything_else_are_refused(
-    offsets: list[int], tail: str, text: str
-) -> None:
+def test_malformed_blocks_are_refused(offsets: list[int], tail: str, text: str) -> None:
     data = np.array(offsets, np.uint16).tobytes() + bytes.fromhex(tail)
     with pytest.raises(ValueError, match=text):
         kernels.unpack_indices(np.frombuffer(data, np.uint8), 3, 10**6, "blocks")
 
 
-def test_blocks_next_to_what_is_refused_are_read() -> None:
+def test_valid_blocks_at_the_limits_are_read() -> None:
     data = np.array([1, 2, 2], np.uint16).tobytes() + bytes.fromhex("02 00 0E 01 00")
     indices, used = kernels.unpack_indices(np.frombuffer(data, np.uint8), 3, 10**6, "blocks")
     assert (indices.tolist(), used) == ([1, 2, 15 * 65536 + 2], 10)
@@ -219,7 +217,7 @@ def test_blocks_too_short_for_their_offsets_are_refused() -> None:
         kernels.unpack_indices(np.zeros(5, np.uint8), 3, 10**6, "blocks")
 
 
-def test_a_block_holds_no_more_than_it_has_places() -> None:
+def test_block_with_more_than_65536_entries_is_refused() -> None:
     offsets = np.concatenate([np.arange(65536), [65535]]).astype(np.uint16).view(np.uint8)
     data = np.concatenate([offsets, np.frombuffer(bytes.fromhex("81 80 04"), np.uint8)])
     with pytest.raises(ValueError, match="too large"):
@@ -253,12 +251,12 @@ def rice_bytes(widths: list[int], rests: int, rest_words: int, unary: int, tail:
         (rice_bytes([52], 0, 3, 1 << 15 | 1 << 31 | 1 << 47), "must lie in 0..99"),
     ],
 )
-def test_rice_codes_that_say_anything_else_are_refused(data: np.ndarray, text: str) -> None:
+def test_malformed_rice_codes_are_refused(data: np.ndarray, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         kernels.unpack_indices(data, 3, 100, "rice")
 
 
-def test_rice_codes_next_to_what_is_refused_are_read() -> None:
+def test_valid_rice_codes_at_the_limits_are_read() -> None:
     indices, used = kernels.unpack_indices(rice_bytes([7], 97 << 14, 1, 0b111), 3, 100, "rice")
     assert (indices.tolist(), used) == ([0, 1, 99], 24)
     tail = b"\x51".ljust(8, b"\0")
@@ -268,12 +266,12 @@ def test_rice_codes_next_to_what_is_refused_are_read() -> None:
 
 
 @pytest.mark.parametrize("code", ["blocks", "rice"])
-def test_a_count_that_no_bytes_stand_behind_reserves_no_memory(code: str) -> None:
+def test_count_beyond_the_bytes_is_refused_without_reserving_memory(code: str) -> None:
     with pytest.raises(ValueError, match="bytes, there are 100"):
         kernels.unpack_indices(np.zeros(100, np.uint8), 2**50, 2**60, code)
 
 
-def test_a_count_that_only_widths_stand_behind_reserves_little_memory() -> None:
+def test_rice_count_backed_only_by_widths_reserves_little_memory() -> None:
     data = np.zeros(1 << 12, np.uint8)
     tracemalloc.start()
     try:
@@ -287,7 +285,9 @@ def test_a_count_that_only_widths_stand_behind_reserves_little_memory() -> None:
 
 @pytest.mark.parametrize("code", ["blocks", "rice"])
 @given(st.binary(max_size=200), st.integers(0, 70), st.sampled_from(LENGTHS))
-def test_any_bytes_are_indices_or_refused(code: str, data: bytes, count: int, length: int) -> None:
+def test_any_bytes_decode_to_valid_indices_or_are_refused(
+    code: str, data: bytes, count: int, length: int
+) -> None:
     content = np.frombuffer(data, np.uint8)
     try:
         indices, used = kernels.unpack_indices(content, count, length, code)
@@ -301,7 +301,7 @@ def test_any_bytes_are_indices_or_refused(code: str, data: bytes, count: int, le
     assert reference.in_order(indices, length)
 
 
-def test_a_group_is_as_narrow_as_its_gaps() -> None:
+def test_rice_groups_have_their_own_width() -> None:
     # A dense layer behind a sparse one: each group has its own width, and one gap escapes.
     random = np.random.default_rng(1)
     sparse = np.cumsum(random.geometric(1 / 4000, 640))
@@ -318,7 +318,7 @@ def test_a_group_is_as_narrow_as_its_gaps() -> None:
 
 @by_value_code
 @by_dtype
-def test_the_rounding_error_is_exact(code: str, dtype: type) -> None:
+def test_rounding_error_is_exactly_representable(code: str, dtype: type) -> None:
     @given(floats(dtype))
     def check(values: np.ndarray) -> None:
         seen = rounded(code, values)
@@ -336,9 +336,7 @@ def test_the_rounding_error_is_exact(code: str, dtype: type) -> None:
 
 @by_value_code
 @by_dtype
-def test_rounding_is_to_the_nearest_within_the_range_that_is_promised(
-    code: str, dtype: type
-) -> None:
+def test_rounding_is_to_nearest_within_the_promised_range(code: str, dtype: type) -> None:
     @given(floats(dtype))
     def check(values: np.ndarray) -> None:
         seen = rounded(code, values)
@@ -370,7 +368,7 @@ def test_rounding_is_to_the_nearest_within_the_range_that_is_promised(
 
 @by_value_code
 @by_dtype
-def test_twins_write_and_read_the_same_values(code: str, dtype: type) -> None:
+def test_packed_values_equal_the_reference(code: str, dtype: type) -> None:
     @given(floats(dtype, finite=False))
     def check(values: np.ndarray) -> None:
         data, exponent = packed_values(code, values)
@@ -385,7 +383,7 @@ def test_twins_write_and_read_the_same_values(code: str, dtype: type) -> None:
 
 @pytest.mark.parametrize("code", ["bf16", "fp16"])
 @by_dtype
-def test_rounding_twice_is_rounding_once(code: str, dtype: type) -> None:
+def test_rounding_is_idempotent(code: str, dtype: type) -> None:
     @given(floats(dtype))
     def check(values: np.ndarray) -> None:
         once = rounded(code, values)
@@ -414,7 +412,7 @@ def test_non_finite_values_stay_non_finite(code: str, dtype: type, bad: float) -
 
 
 @by_dtype
-def test_halves_are_read_the_same_where_a_thread_takes_denormal_numbers_for_zero(
+def test_fp16_values_decode_exactly_when_a_thread_flushes_denormals(
     dtype: type,
 ) -> None:
     """Else the update would depend on a rank's processor: some have an instruction for halves."""
@@ -429,7 +427,7 @@ def test_halves_are_read_the_same_where_a_thread_takes_denormal_numbers_for_zero
 
 
 @by_dtype
-def test_sixteen_bits_are_the_standard_formats_scaled(dtype: type) -> None:
+def test_16_bit_values_are_the_scaled_standard_formats(dtype: type) -> None:
     values = np.array([1.0, 1.999, -0.37, 2.0**-14, 0.0, -0.0], dtype)
     data, exponent = packed_values("fp16", values)
     assert exponent == -TOP["fp16"]
@@ -441,7 +439,7 @@ def test_sixteen_bits_are_the_standard_formats_scaled(dtype: type) -> None:
     assert data.view(np.uint16).tolist() == upper.tolist()
 
 
-def test_an_int8_block_has_its_own_step() -> None:
+def test_int8_blocks_have_their_own_step() -> None:
     values = np.concatenate([np.full(64, 100.0), np.full(64, -0.01), np.zeros(64), [3.0]])
     data, exponent = packed_values("int8", values.astype(np.float32))
     assert exponent == 0
@@ -453,9 +451,7 @@ def test_an_int8_block_has_its_own_step() -> None:
     ("code", "bits", "integers"),
     [("int4", 4, [7, -5, 0, 1]), ("int3", 3, [3, -3, 0, 1]), ("int2", 2, [1, -1, 0, 0])],
 )
-def test_the_bytes_of_few_bits_are_those_of_the_picture(
-    code: str, bits: int, integers: list[int]
-) -> None:
+def test_few_bits_bytes_are_as_drawn(code: str, bits: int, integers: list[int]) -> None:
     # The first block's scale is 9 * 2^-6 of 1.125 * 2^(bits - 4); the second's 2^-20 of that.
     block = np.zeros(256)
     block[:4] = 2.0 ** (bits - 4) * np.array([1.125, -0.75, 0.0625, 0.15])
@@ -476,7 +472,7 @@ def test_the_bytes_of_few_bits_are_those_of_the_picture(
 
 @pytest.mark.parametrize("code", FEW_BITS)
 @by_dtype
-def test_any_bytes_are_values_of_few_bits(code: str, dtype: type) -> None:
+def test_any_bytes_decode_as_few_bits_as_in_the_reference(code: str, dtype: type) -> None:
     @given(st.integers(0, 600), seeds, st.sampled_from([0, -1, 1]))
     def check(count: int, seed: int, edge: int) -> None:
         size = value_bytes(count, code)
@@ -491,7 +487,7 @@ def test_any_bytes_are_values_of_few_bits(code: str, dtype: type) -> None:
 
 
 @by_value_code
-def test_no_values_take_no_bytes(code: str) -> None:
+def test_empty_values_take_no_bytes(code: str) -> None:
     data, exponent = packed_values(code, np.empty(0, np.float32))
     assert (data.size, exponent) == (0, -TOP[code])
 
@@ -518,12 +514,12 @@ def by_definition(data: bytes, seed: int) -> int:
 
 
 @given(st.integers(0, 300) | st.integers(4000, 9000), st.integers(0, 2**64 - 1))
-def test_the_checksum_is_the_sum_that_is_drawn(size: int, seed: int) -> None:
+def test_checksum_equals_its_definition(size: int, seed: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size + 1, np.uint8)[1:]
     assert kernels.checksum(data, seed) == by_definition(data.tobytes(), seed)
 
 
-def test_one_changed_bit_changes_half_of_the_checksum() -> None:
+def test_one_flipped_bit_changes_half_of_the_checksums_bits() -> None:
     data = np.random.default_rng(3).integers(0, 256, 5000, np.uint8)
     before = kernels.checksum(data)
     changed = []
@@ -535,7 +531,7 @@ def test_one_changed_bit_changes_half_of_the_checksum() -> None:
     assert 30 < np.mean(changed) < 34
 
 
-def test_zeros_more_or_less_and_blocks_that_change_places_are_seen() -> None:
+def test_checksum_depends_on_length_block_order_and_seed() -> None:
     assert len({kernels.checksum(np.zeros(size, np.uint8)) for size in range(9000)}) == 9000
     data = np.random.default_rng(4).integers(0, 256, 3 * 4096, np.uint8)
     moved = np.concatenate([data[4096:8192], data[:4096], data[8192:]])

@@ -71,7 +71,7 @@ def assert_same(a: SparseVector, b: SparseVector) -> None:
 @pytest.mark.usefixtures("_instructions")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [1, 7, 31, 33, 95, 2047, 2049, 30_011])
-def test_all_instructions_select_what_the_reference_selects(
+def test_every_instruction_set_selects_as_the_reference(
     size: int, dtype: type, random: np.random.Generator
 ) -> None:
     for values in vectors(random, size, dtype).values():
@@ -88,7 +88,7 @@ def test_all_instructions_select_what_the_reference_selects(
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_result_does_not_depend_on_the_number_of_threads(
+def test_selection_does_not_depend_on_the_number_of_threads(
     count: int, dtype: type, random: np.random.Generator
 ) -> None:
     for values in vectors(random, LARGE, dtype).values():
@@ -100,26 +100,26 @@ def test_the_result_does_not_depend_on_the_number_of_threads(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_parts_and_velocity_are_the_same_on_every_thread(
+def test_gradient_parts_and_velocity_equal_the_reference_on_any_threads(
     count: int, random: np.random.Generator
 ) -> None:
     gradient = random.standard_normal(LARGE).astype(np.float16)
     parts = np.split(gradient, np.sort(random.integers(0, LARGE, 40)))
-    both = []
+    results_of_twins = []
     for twin in (reference, host):
         residual, velocity = np.ones((2, LARGE), np.float32)
         momentum = Momentum(velocity, 0.9)
         with use_threads(count):
             picked, guess = twin.accumulate_and_select(residual, parts, 1000, 0.0, momentum)
             again, _ = twin.accumulate_and_select(residual, parts, 1000, guess, momentum)
-        both.append((residual, velocity, picked, again))
-    for a, b in zip(both[0][:2], both[1][:2], strict=True):
+        results_of_twins.append((residual, velocity, picked, again))
+    for a, b in zip(results_of_twins[0][:2], results_of_twins[1][:2], strict=True):
         assert a.tobytes() == b.tobytes()
-    for a, b in zip(both[0][2:], both[1][2:], strict=True):
+    for a, b in zip(results_of_twins[0][2:], results_of_twins[1][2:], strict=True):
         assert_same(a, b)
 
 
-def test_the_squared_norm_does_not_depend_on_the_number_of_threads(
+def test_squared_norm_does_not_depend_on_the_number_of_threads(
     random: np.random.Generator,
 ) -> None:
     values = random.standard_normal(LARGE).astype(np.float32)
@@ -128,7 +128,7 @@ def test_the_squared_norm_does_not_depend_on_the_number_of_threads(
             assert host.squared_norm(values) == reference.squared_norm(values)
 
 
-def test_callers_at_the_same_time_do_not_disturb_each_other(random: np.random.Generator) -> None:
+def test_concurrent_selections_do_not_disturb_each_other(random: np.random.Generator) -> None:
     inputs = [random.standard_normal(LARGE).astype(np.float32) for _ in range(4)]
     expected = [reference.select(values, 900)[0] for values in inputs]
     found: list[list[SparseVector]] = [[] for _ in inputs]
@@ -148,7 +148,7 @@ def test_callers_at_the_same_time_do_not_disturb_each_other(random: np.random.Ge
             assert_same(result, right)
 
 
-def test_threads_begin_where_they_pay_and_forked_children_begin_their_own() -> None:
+def test_threads_start_for_long_vectors_and_again_in_forked_children() -> None:
     program = str(PROGRAMS / "kernels_threads.py")
     environment = {**os.environ, "GTOPK_THREADS": "3", "PYTHONPATH": str(ROOT)}
     job = subprocess.run(
@@ -170,7 +170,7 @@ def scans(dense: np.ndarray, k: int, threshold: float) -> int:
     return host.search(dense.copy(), zeros, k, threshold)[1].scans
 
 
-def test_the_threshold_of_the_last_step_makes_one_scan_enough(random: np.random.Generator) -> None:
+def test_previous_threshold_makes_one_scan_enough(random: np.random.Generator) -> None:
     residual = np.zeros(100_000, np.float32)
     threshold = 0.0
     for _ in range(20):
@@ -181,7 +181,7 @@ def test_the_threshold_of_the_last_step_makes_one_scan_enough(random: np.random.
         host.clear_at(residual, picked.indices)
 
 
-def test_a_threshold_that_misleads_costs_one_scan_more(random: np.random.Generator) -> None:
+def test_misleading_threshold_costs_at_most_one_more_scan(random: np.random.Generator) -> None:
     values = vectors(random, 1_000_000, np.float32)
     for name, dense in values.items():
         assert scans(dense, 1000, 1e30) <= 2, name
@@ -193,7 +193,7 @@ def test_a_threshold_that_misleads_costs_one_scan_more(random: np.random.Generat
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_search_that_stopped_goes_on_from_there(count: int, random: np.random.Generator) -> None:
+def test_stopped_search_continues_where_it_stopped(count: int, random: np.random.Generator) -> None:
     # Larger and larger ones, behind a start that must not be forgotten; in one part, or in all.
     for begin in (0, 0.4, 0.9):
         dense = np.linspace(0, 1, 1_000_000, dtype=np.float32)
@@ -207,17 +207,17 @@ def test_a_search_that_stopped_goes_on_from_there(count: int, random: np.random.
         assert_same(picked, expected)
 
 
-def test_without_enough_nonzeros_there_is_nothing_to_scan_again() -> None:
+def test_vector_with_fewer_than_k_nonzeros_is_scanned_once() -> None:
     dense = np.zeros(100_000, np.float32)
     dense[:3] = 1
     assert scans(dense, 1000, 0.0) == 1
     assert host.select(dense, 1000)[1] == 0.0
 
 
-# ---- memory of others
+# ---- arguments: index widths, alignment, dtypes, memory
 
 
-def test_64_bit_indices_select_the_same(
+def test_int64_indices_select_the_same_entries(
     random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As for vectors of 2^31 elements and more, which are too large for a test.
@@ -230,7 +230,7 @@ def test_64_bit_indices_select_the_same(
         assert found.indices.tolist() == expected[name].indices.tolist()
 
 
-def test_short_lists_that_overlap_in_every_way_add_up_as_in_the_reference() -> None:
+def test_short_lists_with_any_overlap_sum_as_in_the_reference() -> None:
     """All pairs of lists with indices below 6, including those that cancel."""
     lists = []
     for chosen in range(2**6):
@@ -246,7 +246,7 @@ def test_short_lists_that_overlap_in_every_way_add_up_as_in_the_reference() -> N
 @pytest.mark.usefixtures("_instructions")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("length", [2**20, 2**31 - 1, 2**40])
-def test_long_lists_merge_and_add_up_as_in_the_reference(
+def test_long_lists_merge_and_sum_as_in_the_reference(
     dtype: type, length: int, random: np.random.Generator
 ) -> None:
     index = np.int32 if length < 2**31 else np.int64
@@ -266,7 +266,7 @@ def test_long_lists_merge_and_add_up_as_in_the_reference(
 
 @pytest.mark.usefixtures("_instructions")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_merges_of_strange_values_are_those_of_the_reference(
+def test_merges_of_difficult_values_equal_the_reference(
     dtype: type, random: np.random.Generator
 ) -> None:
     for name, dense in vectors(random, 9001, dtype).items():
@@ -282,7 +282,7 @@ def test_merges_of_strange_values_are_those_of_the_reference(
                     )
 
 
-def test_entries_that_begin_off_their_alignment_are_used_like_others() -> None:
+def test_kernels_accept_unaligned_entries() -> None:
     # As in a message whose header and indices are not a multiple of eight bytes long.
     message = np.zeros(4 + 3 * 8, np.uint8)
     values = message[4:].view(np.float64)
@@ -302,7 +302,7 @@ def test_entries_that_begin_off_their_alignment_are_used_like_others() -> None:
 
 
 @pytest.mark.parametrize("indices", [[-1, 2], [2, 9]])
-def test_indices_outside_the_vector_touch_nothing(indices: list[int]) -> None:
+def test_indices_outside_the_vector_are_refused_and_nothing_is_written(indices: list[int]) -> None:
     dense = np.zeros(9)
     outside = SparseVector(np.array(indices, np.int32), np.ones(2), 9)
     for call in (
@@ -314,7 +314,7 @@ def test_indices_outside_the_vector_touch_nothing(indices: list[int]) -> None:
     assert not dense.any()
 
 
-def test_vectors_of_other_dtypes_are_converted_or_refused_and_never_misread() -> None:
+def test_other_dtypes_are_converted_or_refused() -> None:
     narrow = SparseVector(np.array([1, 3], np.int32), np.array([1, 2], np.float32), 9)
     wide = np.array([1, 4], np.int64)
     dense = np.zeros(9)
@@ -332,7 +332,7 @@ def test_vectors_of_other_dtypes_are_converted_or_refused_and_never_misread() ->
             call()
 
 
-def test_clear_sets_the_array_to_zero_and_nothing_else() -> None:
+def test_clear_zeroes_only_its_array_and_refuses_read_only_arrays() -> None:
     beside = np.ones(12, np.float32)
     host.clear(beside[::2])
     assert beside.tolist() == [0, 1] * 6
@@ -342,7 +342,7 @@ def test_clear_sets_the_array_to_zero_and_nothing_else() -> None:
     assert fixed.all()
 
 
-def test_foreign_byte_orders_are_refused_and_never_misread() -> None:
+def test_foreign_byte_orders_are_refused() -> None:
     foreign = np.arange(5).astype(np.dtype(np.float32).newbyteorder())
     indices = np.arange(5, dtype=np.int32)
     vector = SparseVector(indices, foreign, 5)
@@ -358,7 +358,7 @@ def test_foreign_byte_orders_are_refused_and_never_misread() -> None:
     assert foreign.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_running_out_of_memory_is_an_error_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_in_the_core_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_merge", defaultdict(lambda: lambda *_: -1))
     vector = SparseVector.empty(4)
     with pytest.raises(MemoryError, match=r"C\+\+ core"):
@@ -366,7 +366,7 @@ def test_running_out_of_memory_is_an_error_of_python(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here to make `new` fail with")
-def test_wherever_memory_runs_out_no_gradient_is_halved_and_the_next_call_works(
+def test_failed_allocation_leaves_arrays_whole_and_the_core_usable(
     tmp_path: Path,
 ) -> None:
     preloaded = tmp_path / "failing_new.so"
@@ -383,7 +383,7 @@ def test_wherever_memory_runs_out_no_gradient_is_halved_and_the_next_call_works(
     assert (job.returncode, job.stdout) == (0, "it works after each failure\n"), job.stderr
 
 
-# ---- which one is in use
+# ---- which kernels are in use
 
 
 def kernels_in_use(folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -398,23 +398,23 @@ def kernels_in_use(folder: Path = ROOT, **variables: str) -> subprocess.Complete
     )
 
 
-def test_the_compiled_core_is_used_unless_numpy_is_asked_for() -> None:
+def test_compiled_core_is_used_unless_the_setting_selects_numpy() -> None:
     assert kernels_in_use(GTOPK_KERNELS="").stdout == f"C++ core, {host.instructions()}|\n"
-    asked = kernels_in_use(GTOPK_KERNELS="reference").stdout
-    assert asked == "NumPy reference|GTOPK_KERNELS=reference asks for NumPy\n"
+    requested = kernels_in_use(GTOPK_KERNELS="reference").stdout
+    assert requested == "NumPy reference|GTOPK_KERNELS=reference asks for NumPy\n"
     wrong = kernels_in_use(GTOPK_KERNELS="fast")
     assert wrong.returncode != 0
     assert "ValueError: GTOPK_KERNELS must be 'reference' (NumPy) or unset" in wrong.stderr
 
 
 @pytest.fixture
-def _look_again() -> Iterator[None]:
+def _reload_core() -> Iterator[None]:
     library.load_error.cache_clear()
     yield
     library.load_error.cache_clear()
 
 
-@pytest.mark.usefixtures("_look_again")
+@pytest.mark.usefixtures("_reload_core")
 @pytest.mark.parametrize(
     ("name", "replacement", "reason"),
     [
@@ -423,7 +423,7 @@ def _look_again() -> Iterator[None]:
         ("LIBRARY", Path(__file__), "cannot be loaded: .*"),
     ],
 )
-def test_a_core_that_does_not_fit_is_not_used(
+def test_mismatched_or_missing_core_is_not_loaded(
     name: str, replacement: object, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, name, replacement)
@@ -432,7 +432,7 @@ def test_a_core_that_does_not_fit_is_not_used(
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_clone_that_is_not_built_runs_the_core_of_an_installation_of_its_sources(
+def test_unbuilt_clone_uses_an_installed_core_of_the_same_sources(
     same: bool, tmp_path: Path
 ) -> None:
     shutil.copytree(ROOT / "collectives", tmp_path / "collectives", ignore=_not_built)
@@ -448,7 +448,7 @@ def _not_built(folder: str, names: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Return the environment of a process that no launcher started, with four cores."""
     for name in list(os.environ):
         if "LOCAL" in name or name.startswith(("GTOPK_", "SLURM_")):
@@ -460,14 +460,16 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(None, 4), (1, 4), (2, 2), (3, 1), (9, 1)])
-def test_ranks_share_the_cores(ranks: int | None, expected: int, alone: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_host_share_its_cores(
+    ranks: int | None, expected: int, no_launcher: pytest.MonkeyPatch
+) -> None:
     if ranks is not None:
-        alone.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
+        no_launcher.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
     assert threads() == expected
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("variables", "expected"),
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "2"}, 2),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "1"}, 1),
@@ -480,78 +482,80 @@ def test_ranks_share_the_cores(ranks: int | None, expected: int, alone: pytest.M
         ({"SLURM_STEP_TASKS_PER_NODE": ""}, 4),
     ],
 )
-def test_tasks_of_srun_share_the_cores(
-    said: dict[str, str], expected: int, alone: pytest.MonkeyPatch
+def test_srun_tasks_share_the_cores_of_their_node(
+    variables: dict[str, str], expected: int, no_launcher: pytest.MonkeyPatch
 ) -> None:
-    alone.setenv("SLURM_STEP_ID", "0")
-    for name, text in said.items():
-        alone.setenv(name, text)
+    no_launcher.setenv("SLURM_STEP_ID", "0")
+    for name, text in variables.items():
+        no_launcher.setenv(name, text)
     assert default_threads() == expected
 
 
-def test_a_batch_script_by_itself_has_all_the_cores(alone: pytest.MonkeyPatch) -> None:
-    alone.setenv("SLURM_NTASKS_PER_NODE", "4")
-    alone.setenv("SLURM_CPUS_PER_TASK", "1")
+def test_slurm_batch_script_uses_all_cores(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("SLURM_NTASKS_PER_NODE", "4")
+    no_launcher.setenv("SLURM_CPUS_PER_TASK", "1")
     assert default_threads() == 4
 
 
-def test_the_number_of_threads_can_be_asked_for(alone: pytest.MonkeyPatch) -> None:
-    alone.setenv("GTOPK_THREADS", "3")
+def test_thread_count_is_set_by_setting_or_context(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("GTOPK_THREADS", "3")
     assert threads() == 3
     with use_threads(2):
         assert threads() == 2
     assert threads() == 3
 
 
-@pytest.mark.parametrize("asked", [2**31, 2**32, 10**30])
-def test_more_threads_than_32_bits_count_are_as_many_as_there_is_work_for(
-    asked: int, alone: pytest.MonkeyPatch, random: np.random.Generator
+@pytest.mark.parametrize("requested", [2**31, 2**32, 10**30])
+def test_thread_count_beyond_32_bits_is_limited_to_the_work(
+    requested: int, no_launcher: pytest.MonkeyPatch, random: np.random.Generator
 ) -> None:
-    alone.setenv("GTOPK_THREADS", str(asked))
+    no_launcher.setenv("GTOPK_THREADS", str(requested))
     dense = random.standard_normal(1_000_000).astype(np.float32)
     assert_same(host.select(dense, 10)[0], reference.select(dense, 10)[0])
     assert host.squared_norm(dense) == reference.squared_norm(dense)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
-def test_an_invalid_number_of_threads_is_refused(text: str, alone: pytest.MonkeyPatch) -> None:
-    alone.setenv("GTOPK_THREADS", text)
+def test_invalid_thread_count_is_refused(text: str, no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("GTOPK_THREADS", text)
     with pytest.raises(ValueError, match=f"GTOPK_THREADS must be .*, got '{text}'"):
         threads()
 
 
-# ---- what a compiler can find out
+# ---- compiled code
 
 
 # The names that GCC 8 and clang 14 know; GCC 11 and clang 17 know more.
 KNOWN_FEATURES = {"avx2", "avx512f", "avx512vl", "bmi", "bmi2", "popcnt"}
 
 
-def test_a_processor_is_asked_for_all_that_functions_are_compiled_for() -> None:
+def test_processor_check_covers_every_compiled_instruction_set() -> None:
     text = (library.FOLDER / "scan.cpp").read_text()
-    asked = {}
+    requested = {}
     for name, body in re.findall(r"&set == &(\w+)\) \{(.*?)\}", text, re.DOTALL):
-        asked[name] = set(re.findall(r'__builtin_cpu_supports\("(\w+)"\)', body))
-        assert asked[name] <= KNOWN_FEATURES, "older compilers fail on names that are new to them"
+        requested[name] = set(re.findall(r'__builtin_cpu_supports\("(\w+)"\)', body))
+        assert requested[name] <= KNOWN_FEATURES, (
+            "older compilers fail on names that are new to them"
+        )
         if "has_f16c()" in body:
-            asked[name].add("f16c")
-    assert list(asked) == ["avx512", "avx2"]
+            requested[name].add("f16c")
+    assert list(requested) == ["avx512", "avx2"]
     for path in library.sources() + library.headers():
         compiled_for = re.findall(r'target\("(.*?)"\)', path.read_text())
         needed = {feature for features in compiled_for for feature in features.split(",")}
-        wide = asked["avx512"] if path.name == "scan_avx512.cpp" else set()
-        assert needed <= asked["avx2"] | wide, path.name
+        wide = requested["avx512"] if path.name == "scan_avx512.cpp" else set()
+        assert needed <= requested["avx2"] | wide, path.name
 
 
-def test_no_access_is_out_of_bounds_and_nothing_is_undefined(
+def test_sanitizers_find_no_error_in_the_kernels(
     sanitized: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GTOPK_THREADS", "3")
     assert sanitized("kernels_random.py") == "all the same\n"
 
 
-def test_vectors_too_long_for_a_cache_are_summed_and_cleared_like_short_ones() -> None:
-    """From 64 MiB on both are written past the caches; their ends need not be at cache lines."""
+def test_vectors_beyond_the_cache_are_summed_and_cleared_exactly() -> None:
+    """From 64 MiB on, both write past the caches; the arrays' ends need not be at cache lines."""
     length = (64 << 18) + 4099
     room = np.full(length + 3, 7.0, np.float32)
     beside, residual = room[1:-2], np.ones(length, np.float32)

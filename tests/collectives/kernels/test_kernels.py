@@ -121,7 +121,7 @@ thresholds = st.floats(0, 3) | st.sampled_from([np.inf, np.nan, -1.0, 1e-320, 1e
 
 @settings(max_examples=50)
 @given(vectors(sizes), st.integers(1, 200), thresholds)
-def test_a_selection_is_the_first_k_of_a_sort(dense: np.ndarray, k: int, threshold: float) -> None:
+def test_select_returns_the_first_k_of_a_sort(dense: np.ndarray, k: int, threshold: float) -> None:
     k = min(k, dense.size)
     read_only(dense)
     picked, _ = select(dense, k, threshold)
@@ -130,7 +130,7 @@ def test_a_selection_is_the_first_k_of_a_sort(dense: np.ndarray, k: int, thresho
 
 @settings(max_examples=50)
 @given(vectors(sizes), st.integers(1, 200), thresholds)
-def test_the_next_threshold_never_asks_for_more_than_there_is(
+def test_next_threshold_is_at_most_the_kth_value(
     dense: np.ndarray, k: int, threshold: float
 ) -> None:
     k = min(k, dense.size)
@@ -143,7 +143,7 @@ def test_the_next_threshold_never_asks_for_more_than_there_is(
 
 @settings(max_examples=50)
 @given(vectors(sizes), st.data())
-def test_a_guess_at_a_value_that_is_there_includes_it(
+def test_select_includes_values_equal_to_the_threshold_guess(
     dense: np.ndarray, data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(1, dense.size))
@@ -169,7 +169,7 @@ def test_zeros_are_never_selected() -> None:
 
 
 @by_dtype
-def test_the_largest_and_the_smallest_numbers_there_are_can_be_told_apart(dtype: type) -> None:
+def test_select_orders_largest_and_smallest_floats(dtype: type) -> None:
     info = np.finfo(dtype)
     dense = np.array([info.smallest_subnormal, info.tiny, info.max, -info.max], dtype)
     for k in range(1, 5):
@@ -178,7 +178,9 @@ def test_the_largest_and_the_smallest_numbers_there_are_can_be_told_apart(dtype:
 
 @pytest.mark.parametrize("size", [SEAM - 1, SEAM, SEAM + 1, 2 * SEAM, 2 * SEAM + 1])
 @by_dtype
-def test_chunks_leave_no_seam(size: int, dtype: type, random: np.random.Generator) -> None:
+def test_select_finds_entries_at_chunk_boundaries(
+    size: int, dtype: type, random: np.random.Generator
+) -> None:
     dense = random.standard_normal(size).astype(dtype)
     dense[[0, -1]] = 9, -9  # at both ends
     if size > SEAM:
@@ -192,7 +194,7 @@ def test_chunks_leave_no_seam(size: int, dtype: type, random: np.random.Generato
 @pytest.mark.parametrize(
     "order", [np.sort, lambda a: np.sort(a)[::-1].copy()], ids=["ascending", "descending"]
 )
-def test_candidates_that_keep_coming_are_pruned_without_loss(
+def test_pruning_sorted_vectors_loses_no_entry(
     order: Callable[[np.ndarray], np.ndarray], random: np.random.Generator
 ) -> None:
     dense = order(random.random(20 * SEAM).astype(np.float32))
@@ -209,7 +211,7 @@ def test_pruning_keeps_the_first_of_equal_entries(value: float) -> None:
     assert picked.indices.tolist() == [0, 1, 2, 3, 4, 6]
 
 
-def test_a_sample_that_misleads_costs_a_scan_and_no_entry(random: np.random.Generator) -> None:
+def test_misleading_sample_loses_no_entry(random: np.random.Generator) -> None:
     # k = 1000 samples every 15th value; only those are large, so the guess is far too high.
     dense = random.standard_normal(100_000).astype(np.float32)
     dense[::15] *= 1000
@@ -234,7 +236,7 @@ SWAPPED = [np.dtype(dtype).newbyteorder() for dtype in (np.float32, np.float64)]
 
 
 @pytest.mark.parametrize("dtype", [*SWAPPED, *map(np.dtype, (np.float16, np.int32, np.int64))])
-def test_vectors_of_other_dtypes_and_byte_orders_are_refused_untouched(
+def test_vectors_of_other_dtypes_or_byte_orders_are_refused_and_unchanged(
     dtype: np.dtype[Any],
 ) -> None:
     dense = np.arange(5).astype(dtype)
@@ -244,7 +246,7 @@ def test_vectors_of_other_dtypes_and_byte_orders_are_refused_untouched(
     assert dense.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_vector_has_one_dimension() -> None:
+def test_multidimensional_vector_is_refused() -> None:
     dense = np.ones((2, 3), np.float32)
     for call in (lambda: select(dense, 2), lambda: accumulate_and_select(dense, dense.copy(), 2)):
         with pytest.raises(ValueError, match=r"one-dimensional .*, got \[2, 3\]: .*reshape"):
@@ -253,7 +255,7 @@ def test_a_vector_has_one_dimension() -> None:
 
 
 @pytest.mark.parametrize("what", [torch.ones(4), [1.0] * 4], ids=["tensor", "list"])
-def test_an_argument_that_is_not_an_array_is_refused_with_advice(what: Any) -> None:
+def test_arguments_that_are_not_arrays_are_refused_with_advice(what: Any) -> None:
     residual = np.zeros(4, np.float32)
     vector = SparseVector(what, what, 4)
     for call in (
@@ -273,7 +275,7 @@ def test_an_argument_that_is_not_an_array_is_refused_with_advice(what: Any) -> N
 
 @settings(max_examples=80)
 @given(vectors(sizes), st.integers(1, 200), thresholds, st.randoms(use_true_random=False))
-def test_accumulating_adds_exactly_once_whatever_the_threshold(
+def test_accumulate_adds_exactly_once_for_any_threshold(
     residual: np.ndarray, k: int, threshold: float, shuffler
 ) -> None:
     k = min(k, residual.size)
@@ -290,14 +292,16 @@ def test_accumulating_adds_exactly_once_whatever_the_threshold(
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 @pytest.mark.parametrize("size", [1, SEAM - 1, SEAM + 1, 2 * SEAM])
-def test_a_gradient_of_another_size_is_refused_untouched(size: int, threshold: float) -> None:
+def test_gradient_of_another_size_is_refused_and_residual_unchanged(
+    size: int, threshold: float
+) -> None:
     residual = np.zeros(SEAM, np.float32)
     with pytest.raises(ValueError, match=rf"float32 \[{SEAM}\].*float32 \[{size}\]"):
         accumulate_and_select(residual, np.ones(size, np.float32), 1, threshold)
     assert not residual.any()
 
 
-def test_a_gradient_of_another_dtype_is_refused_untouched() -> None:
+def test_gradient_of_another_dtype_is_refused_and_residual_unchanged() -> None:
     residual = np.zeros(4, np.float32)
     with pytest.raises(ValueError, match=r"float32 \[4\].*float64 \[4\]"):
         accumulate_and_select(residual, np.ones(4), 1)
@@ -313,7 +317,7 @@ def test_a_gradient_of_another_dtype_is_refused_untouched() -> None:
     st.booleans(),
     st.booleans(),
 )
-def test_a_gradient_in_many_arrays_is_the_one_they_make_up(
+def test_gradient_in_parts_equals_the_joined_gradient(
     gradient: np.ndarray,
     k: int,
     data: st.DataObject,
@@ -332,8 +336,8 @@ def test_a_gradient_in_many_arrays_is_the_one_they_make_up(
     into = np.full_like(residual, 7) if beside else None
     with np.errstate(invalid="ignore"):
         if factor is not None:
-            elsewhere = np.full_like(velocity, 7) if beside else None
-            momentum = Momentum(velocity.copy(), factor, elsewhere)
+            velocity_into = np.full_like(velocity, 7) if beside else None
+            momentum = Momentum(velocity.copy(), factor, velocity_into)
             old_velocity = velocity.copy()
             velocity *= factor
             velocity += gradient
@@ -349,7 +353,7 @@ def test_a_gradient_in_many_arrays_is_the_one_they_make_up(
     assert_same(picked, top(expected, k))
 
 
-def test_every_float16_and_every_bfloat16_counts_as_the_float32_it_stands_for() -> None:
+def test_every_16_bit_gradient_value_is_widened_exactly() -> None:
     everything = np.arange(1 << 16, dtype=np.uint16)
     halves = everything.view(np.float16)
     with np.errstate(invalid="ignore"):
@@ -370,7 +374,7 @@ def test_every_float16_and_every_bfloat16_counts_as_the_float32_it_stands_for() 
     st.sampled_from(["same", "fp16", "bf16"]),
     st.integers(1, 50),
 )
-def test_a_weight_multiplies_the_gradient_before_anything_else(
+def test_weight_multiplies_the_gradient_before_momentum_and_sum(
     gradient: np.ndarray, weight: float, factor: float | None, form: str, cut: int
 ) -> None:
     if form != "same" and gradient.dtype == np.float32:
@@ -397,7 +401,7 @@ def test_a_weight_multiplies_the_gradient_before_anything_else(
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_entries_are_put_into_the_arrays_that_a_vector_lies_in(dtype: type) -> None:
+def test_put_at_writes_entries_into_the_parts_of_a_vector(dtype: type) -> None:
     parts = [np.full(size, 7, dtype) for size in (3, 0, 1, 5)]
     values = np.array([0.1, -1e9, 2, np.nan], np.float64 if dtype == np.float64 else np.float32)
     put_at(parts, SparseVector(np.array([0, 2, 3, 8], np.int32), values, 9))
@@ -409,14 +413,14 @@ def test_entries_are_put_into_the_arrays_that_a_vector_lies_in(dtype: type) -> N
         put_at([np.zeros(8, dtype)], SparseVector.from_dense(np.zeros(9, values.dtype)))
 
 
-def test_entries_put_as_bfloat16_are_rounded_to_nearest() -> None:
+def test_put_at_rounds_bfloat16_entries_to_nearest() -> None:
     part = np.zeros(4, np.uint16)
     values = np.array([1 + 2**-8, 1 + 3 * 2**-8, -np.inf, 1e-45], np.float32)  # ties go to even
     put_at([part], SparseVector(np.arange(4, dtype=np.int32), values, 4))
     assert part.tolist() == [0x3F80, 0x3F82, 0xFF80, 0]
 
 
-def test_arguments_that_do_not_fit_together_are_refused_and_unchanged() -> None:
+def test_mismatched_arguments_are_refused_and_unchanged() -> None:
     residual, ones = np.zeros(4, np.float32), np.ones(4, np.float32)
     wrong = [
         [ones[:2], ones[:3]],
@@ -446,7 +450,7 @@ READ_ONLY = ["residual", "sum", "velocity", "new velocity"]
 
 
 @pytest.mark.parametrize("what", READ_ONLY)
-def test_if_one_array_is_read_only_nothing_is_written(what: str) -> None:
+def test_accumulate_writes_nothing_when_an_array_is_read_only(what: str) -> None:
     """Not even the other arrays: residual and velocity must be of the same step."""
     residual, beside, velocity, new_velocity = np.zeros((4, 4), np.float32)
     given = dict(zip(READ_ONLY, (residual, beside, velocity, new_velocity), strict=True))
@@ -458,14 +462,14 @@ def test_if_one_array_is_read_only_nothing_is_written(what: str) -> None:
     assert not any(array.any() for array in given.values())
 
 
-def test_a_read_only_residual_can_be_added_to_elsewhere() -> None:
+def test_read_only_residual_is_accepted_with_a_separate_output() -> None:
     residual, beside = np.zeros((2, 4), np.float32)
     read_only(residual)
     accumulate_and_select(residual, np.ones(4, np.float32), 1, into=beside)
     assert beside.tolist() == [1] * 4
 
 
-def test_if_one_part_is_read_only_none_is_written() -> None:
+def test_put_at_writes_nothing_when_a_part_is_read_only() -> None:
     parts = list(np.zeros((2, 4), np.float32))
     read_only(parts[1])
     with pytest.raises(ValueError, match="read-only"):
@@ -473,7 +477,7 @@ def test_if_one_part_is_read_only_none_is_written() -> None:
     assert not parts[0].any()
 
 
-def test_a_factor_of_more_bits_counts_in_those_of_the_vector(random: np.random.Generator) -> None:
+def test_momentum_factor_is_rounded_to_the_vectors_dtype(random: np.random.Generator) -> None:
     velocity = random.standard_normal(9999).astype(np.float32)
     expected = velocity * np.float32(0.9)
     residual = np.zeros(velocity.size, np.float32)
@@ -483,7 +487,7 @@ def test_a_factor_of_more_bits_counts_in_those_of_the_vector(random: np.random.G
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
-def test_arrays_whose_elements_lie_apart_are_used_like_others(threshold: float) -> None:
+def test_kernels_accept_strided_arrays(threshold: float) -> None:
     wide = np.zeros(20, np.float64)
     residual, gradient = wide[::2], np.arange(20.0)[::2]
     velocity = np.ones(20)[::2]
@@ -504,7 +508,7 @@ def test_arrays_whose_elements_lie_apart_are_used_like_others(threshold: float) 
 
 @settings(max_examples=50)
 @given(sparse_pairs(), st.integers(1, 50))
-def test_a_merge_keeps_the_k_largest_of_the_sum(
+def test_merge_keeps_the_k_largest_of_the_sum(
     pair: tuple[SparseVector, SparseVector], k: int
 ) -> None:
     read_only(*pair)
@@ -514,21 +518,19 @@ def test_a_merge_keeps_the_k_largest_of_the_sum(
 
 @settings(max_examples=80)
 @given(sparse_pairs(), st.integers(1, 50))
-def test_both_partners_merge_to_the_same_bits(
-    pair: tuple[SparseVector, SparseVector], k: int
-) -> None:
+def test_merge_is_commutative_to_the_bit(pair: tuple[SparseVector, SparseVector], k: int) -> None:
     a, b = pair
     assert_same(merge(a, b, k), merge(b, a, k))
 
 
 @pytest.mark.parametrize("k", [0, -1])
-def test_a_merge_keeps_one_entry_or_more(k: int) -> None:
+def test_merge_refuses_k_below_one(k: int) -> None:
     vector = SparseVector.from_dense(np.ones(4, np.float32))
     with pytest.raises(ValueError, match=f"k must be at least 1, got {k}"):
         merge(vector, vector, k)
 
 
-def test_vectors_that_do_not_fit_together_are_not_merged() -> None:
+def test_merge_refuses_vectors_of_different_lengths_or_dtypes() -> None:
     vector = SparseVector.from_dense(np.ones(4, np.float32))
     with pytest.raises(ValueError, match="vectors must be of one length, got 4 and 5"):
         merge(vector, vector._replace(length=5), 2)
@@ -551,12 +553,12 @@ def test_vectors_that_do_not_fit_together_are_not_merged() -> None:
 
 
 @pytest.mark.parametrize("k", [2**63 - 1, 2**63, 2**64, 2**64 + 1])
-def test_a_merge_keeps_all_where_k_is_more_than_64_bits_count(k: int) -> None:
+def test_merge_accepts_k_beyond_64_bits(k: int) -> None:
     vector = SparseVector.from_dense(np.arange(1, 6001, dtype=np.float32))
     assert merge(vector, vector, k).entries == 6000
 
 
-def test_merging_is_not_associative() -> None:
+def test_merge_is_not_associative() -> None:
     # Why every rank must merge in the same tree.
     a, b, c = (
         SparseVector(np.array([index], np.int32), np.array([value], np.float32), 9)
@@ -567,12 +569,12 @@ def test_merging_is_not_associative() -> None:
     assert merge(merge(a, c, 1), b, 1).indices.tolist() == [5]
 
 
-# ---- the small ones
+# ---- operations on entries and whole vectors
 
 
 @settings(max_examples=60)
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.sampled_from("il"))
-def test_containment_is_that_of_sets(held: set[int], wanted: set[int], code: str) -> None:
+def test_contains_equals_set_membership(held: set[int], wanted: set[int], code: str) -> None:
     a, b = (np.array(sorted(part), code) for part in (held, wanted))
     read_only(a, b)
     found = contains(a, b)
@@ -582,7 +584,7 @@ def test_containment_is_that_of_sets(held: set[int], wanted: set[int], code: str
 
 @settings(max_examples=50)
 @given(sparse_pairs())
-def test_adding_entries_is_adding_the_dense_form(pair: tuple[SparseVector, SparseVector]) -> None:
+def test_add_at_equals_adding_the_dense_form(pair: tuple[SparseVector, SparseVector]) -> None:
     dense, addend = pair[0].to_dense(), pair[1]
     read_only(addend)
     expected = dense + addend.to_dense()
@@ -592,7 +594,7 @@ def test_adding_entries_is_adding_the_dense_form(pair: tuple[SparseVector, Spars
 
 @settings(max_examples=50)
 @given(sparse_pairs())
-def test_clearing_entries_leaves_the_others(pair: tuple[SparseVector, SparseVector]) -> None:
+def test_clear_at_leaves_other_entries_unchanged(pair: tuple[SparseVector, SparseVector]) -> None:
     dense, indices = pair[0].to_dense(), pair[1].indices
     read_only(indices)
     expected = np.where(np.isin(np.arange(dense.size), indices), 0, dense)
@@ -602,7 +604,7 @@ def test_clearing_entries_leaves_the_others(pair: tuple[SparseVector, SparseVect
 
 @settings(max_examples=50)
 @given(vectors(st.integers(0, 100)))
-def test_the_squared_norm_is_that_of_the_reference_to_the_bit(dense: np.ndarray) -> None:
+def test_squared_norm_equals_the_reference_to_the_bit(dense: np.ndarray) -> None:
     read_only(dense)
     with np.errstate(over="ignore"):
         expected = reference.squared_norm(dense)
@@ -612,7 +614,7 @@ def test_the_squared_norm_is_that_of_the_reference_to_the_bit(dense: np.ndarray)
 
 
 @by_dtype
-def test_the_squared_norm_of_a_long_vector_adds_in_the_same_order(
+def test_squared_norm_of_a_long_vector_equals_the_reference(
     dtype: type, random: np.random.Generator
 ) -> None:
     dense = random.standard_normal(3 * reference.NORM_CHUNK + 21).astype(dtype)
@@ -622,7 +624,7 @@ def test_the_squared_norm_of_a_long_vector_adds_in_the_same_order(
 
 @settings(max_examples=50)
 @given(st.integers(0, 70), st.data(), dtypes, st.sampled_from([np.nan, np.inf, -np.inf]))
-def test_one_bad_number_anywhere_is_found(
+def test_all_finite_detects_one_non_finite_value_anywhere(
     size: int, data: st.DataObject, dtype: type, bad: float
 ) -> None:
     array = np.full(size, np.finfo(dtype).max, dtype)
@@ -633,7 +635,7 @@ def test_one_bad_number_anywhere_is_found(
         assert not all_finite(np.where(np.arange(size) == at, dtype(bad), array))
 
 
-def test_16_bit_floats_are_finite_except_infinities_and_nan() -> None:
+def test_all_finite_detects_non_finite_16_bit_floats() -> None:
     everything = np.arange(1 << 16, dtype=np.uint16)
     for array, infinity in ((everything.view(np.float16), 0x7C00), (everything, 0x7F80)):
         finite = everything & 0x7FFF < infinity
@@ -643,7 +645,7 @@ def test_16_bit_floats_are_finite_except_infinities_and_nan() -> None:
 
 
 @pytest.mark.parametrize("at", [0, SEAM - 1, SEAM, 2 * SEAM])
-def test_one_bad_number_on_either_side_of_a_seam_is_found(at: int) -> None:
+def test_all_finite_detects_nan_at_chunk_boundaries(at: int) -> None:
     array = np.zeros(2 * SEAM + 1, np.float32)
     array[at] = np.nan
     assert not all_finite(array)
@@ -659,7 +661,7 @@ def in_turn(dense: list[np.ndarray]) -> np.ndarray:
 
 @settings(max_examples=60)
 @given(st.data(), dtypes, st.integers(1, 20), st.integers(1, 20))
-def test_each_index_is_summed_in_the_order_of_the_list(
+def test_sum_by_index_adds_in_list_order(
     data: st.DataObject, dtype: type, length: int, count: int
 ) -> None:
     values = st.sampled_from(FEW) | st.floats(-(2.0**100), 2.0**100, width=32)
@@ -669,21 +671,21 @@ def test_each_index_is_summed_in_the_order_of_the_list(
     assert_same(sum_by_index(lists), SparseVector.from_dense(in_turn(dense)))
 
 
-def test_a_long_sum_is_not_rearranged() -> None:
+def test_sum_by_index_of_many_lists_is_not_reordered() -> None:
     # From eight addends on NumPy's reductions add pairwise; here 1 vanishes in 1e8 each time.
     dense = [np.array([value], np.float32) for value in [1e8] + [1.0] * 20]
     assert in_turn(dense).tolist() == [1e8]
     assert sum_by_index([SparseVector.from_dense(array) for array in dense]).values == [1e8]
 
 
-def test_the_kernels_in_use_have_a_name() -> None:
+def test_in_use_names_the_kernels() -> None:
     assert in_use().startswith("NumPy reference" if why_not_compiled() else "C++ core, ")
 
 
-# ---- bugs of others, retold
+# ---- bugs of other implementations
 
 
-def test_an_index_of_both_lists_comes_out_once_even_when_k_exceeds_the_nonzeros() -> None:
+def test_merge_returns_a_shared_index_once_for_k_beyond_the_nonzeros() -> None:
     # An implementation summed into one list and left a zero under the same index in the other;
     # the zero twin was selected, and the last writer of that index won.
     a = SparseVector(np.array([1, 4], np.int32), np.array([1, 2], np.float32), 9)
@@ -691,19 +693,19 @@ def test_an_index_of_both_lists_comes_out_once_even_when_k_exceeds_the_nonzeros(
     assert merge(a, b, 9).indices.tolist() == [1, 6]
 
 
-def test_too_many_candidates_are_cut_by_magnitude_not_by_position() -> None:
+def test_candidates_above_the_threshold_are_cut_by_magnitude() -> None:
     # An implementation kept the first k of those over its threshold.
     dense = np.arange(1, 101, dtype=np.float32)
     picked, _ = select(dense, 10, threshold=50.0)
     assert picked.indices.tolist() == list(range(90, 100))
 
 
-def test_negative_values_keep_their_sign() -> None:
+def test_select_keeps_the_sign_of_values() -> None:
     picked, _ = select(np.array([-3, 1, -2], np.float32), 2)
     assert picked.values.tolist() == [-3, -2]
 
 
-def test_the_global_random_state_is_left_alone() -> None:
+def test_select_leaves_the_global_random_state_unchanged() -> None:
     before = np.random.get_state()[1].tobytes()
     select(np.ones(10 * SEAM, np.float32), 1000)
     assert np.random.get_state()[1].tobytes() == before
@@ -711,9 +713,7 @@ def test_the_global_random_state_is_left_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("at", [0, 5, 1 << 14, (1 << 16) - 1, 1 << 16, (1 << 16) + 29])
-def test_one_bad_number_is_found_in_each_of_the_places_that_are_read_at_once(
-    at: int, dtype: type
-) -> None:
+def test_all_finite_detects_infinity_at_block_boundaries(at: int, dtype: type) -> None:
     array = np.full((1 << 16) + 30, np.finfo(dtype).max, dtype)
     assert all_finite(array)
     array[at] = -np.inf

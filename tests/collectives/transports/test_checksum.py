@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parents[2] / "programs" / "collectives_checked.py"
 
 
 @given(st.binary(max_size=300), st.data())
-def test_a_message_with_a_checksum_is_whole_or_names_its_sender(content, data):
+def test_damaged_checked_message_names_its_sender(content, data):
     message = np.frombuffer(content, np.uint8)
     checked = append_checksum(message)
     assert strip_checksum(checked, 3).tobytes() == content
@@ -32,11 +32,11 @@ def test_a_message_with_a_checksum_is_whole_or_names_its_sender(content, data):
             strip_checksum(wrong, 3)
 
 
-def test_memory_that_changes_while_it_is_sent_is_not_taken_for_a_malformed_message(monkeypatch):
-    message, of_bytes = np.zeros(100, np.uint8), reductions.checksum_of
+def test_message_changed_while_sent_passes_its_checksum(monkeypatch):
+    message, checksum_of = np.zeros(100, np.uint8), reductions.checksum_of
 
     def write_meanwhile(read):
-        checksum = of_bytes(read)
+        checksum = checksum_of(read)
         message[50] += 1
         return checksum
 
@@ -49,9 +49,7 @@ def test_memory_that_changes_while_it_is_sent_is_not_taken_for_a_malformed_messa
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", ["local", "torch.distributed", "horovod"])
-def test_sums_are_made_of_checked_messages_and_a_flipped_bit_ends_one(
-    in_world, kind, size, monkeypatch
-):
+def test_checked_allreduce_detects_a_flipped_bit(in_world, kind, size, monkeypatch):
     monkeypatch.setattr(torch_distributed, "NATIVE_BYTES", 0)
     spec = importlib.util.spec_from_file_location("collectives_checked", PROGRAM)
     program = importlib.util.module_from_spec(spec)
@@ -59,7 +57,7 @@ def test_sums_are_made_of_checked_messages_and_a_flipped_bit_ends_one(
     in_world(kind, size, program.check_checked_messages)
 
 
-def test_a_message_is_longer_by_its_checksum_and_a_long_one_has_no_other():
+def test_checked_messages_have_exactly_one_checksum():
     def sizes(checks: bool) -> list[int]:
         world = local_world(2, timeout_seconds=30, kind=Recorder)
 

@@ -12,7 +12,7 @@ from collectives.transports import Traffic, local_world
 from tests.collectives.transports.kinds import MESSAGE
 
 
-def test_no_count_is_lost_when_threads_count_at_once() -> None:
+def test_concurrent_counts_are_not_lost() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -31,7 +31,7 @@ def test_no_count_is_lost_when_threads_count_at_once() -> None:
     assert total == Traffic(16000, 8000)
 
 
-def test_the_counters_are_taken_once() -> None:
+def test_read_and_reset_returns_each_count_once() -> None:
     (transport,) = local_world(1)
     transport.send(MESSAGE, 0)()
     assert transport.traffic == Traffic(10, 1)
@@ -39,7 +39,7 @@ def test_the_counters_are_taken_once() -> None:
     assert transport.traffic.read_and_reset() == Traffic(0, 0)
 
 
-def test_a_world_of_one_sends_nothing() -> None:
+def test_single_rank_sends_nothing() -> None:
     (transport,) = local_world(1)
     array = np.ones(3)
     transport.allreduce(array)

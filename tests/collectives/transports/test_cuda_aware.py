@@ -9,7 +9,7 @@ import pytest
 
 from collectives.transports import direct
 
-# So much of CuPy as a try needs, in the host's memory, which any MPI takes.
+# The parts of CuPy that a trial needs, in the host's memory, which any MPI accepts.
 CUPY = """
 import types
 from numpy import arange, zeros_like
@@ -29,32 +29,34 @@ cuda = types.SimpleNamespace(get_current_stream=lambda: stream)
         ({"MPIX_GPU_query_support": lambda kind, answer: 0}, False),
     ],
 )
-def test_an_mpi_library_is_asked_whether_it_is_cuda_aware(monkeypatch, exports, aware) -> None:
+def test_mpi_library_is_queried_for_cuda_support(monkeypatch, exports, aware) -> None:
     monkeypatch.setattr(direct.ctypes, "CDLL", lambda path: SimpleNamespace(**exports))
     assert direct.claims_cuda("libmpi.so") is aware
 
 
-def test_mpichs_answer_is_read_from_where_it_writes_it(monkeypatch) -> None:
-    def says_yes(kind, answer) -> int:
+def test_mpichs_cuda_support_is_read_from_its_output_argument(monkeypatch) -> None:
+    def query_support(kind, answer) -> int:
         answer._obj.value = 1
         return 0
 
-    library = SimpleNamespace(MPIX_GPU_query_support=says_yes)
+    library = SimpleNamespace(MPIX_GPU_query_support=query_support)
     monkeypatch.setattr(direct.ctypes, "CDLL", lambda path: library)
     assert direct.claims_cuda("libmpi.so") is True
 
 
 @pytest.mark.parametrize("claim", [True, False])
-def test_only_a_library_that_claims_it_is_tried(
+def test_trial_runs_only_if_the_mpi_library_claims_cuda_support(
     monkeypatch: pytest.MonkeyPatch, claim: bool
 ) -> None:
-    tried = []
+    trials = []
     monkeypatch.setattr(direct, "import_module", lambda name: SimpleNamespace(__file__=name))
     monkeypatch.setattr(direct, "claims_cuda", lambda library: claim)
-    monkeypatch.setattr(direct, "run_trial", lambda: tried.append(1) or "died: Killed")
-    said = direct.why_staged()
-    assert said.endswith("but a trial died: Killed" if claim else "does not claim to be CUDA-aware")
-    assert bool(tried) is claim
+    monkeypatch.setattr(direct, "run_trial", lambda: trials.append(1) or "died: Killed")
+    reason = direct.why_staged()
+    assert reason.endswith(
+        "but a trial died: Killed" if claim else "does not claim to be CUDA-aware"
+    )
+    assert bool(trials) is claim
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_only_a_library_that_claims_it_is_tried(
     ],
     ids=["holds", "crashes", "hangs", "ends", "raises"],
 )
-def test_a_try_fails_in_a_child_and_not_here(
+def test_trial_failure_in_a_child_process_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cupy: str, failure: str
 ) -> None:
     pytest.importorskip("mpi4py")
@@ -81,31 +83,36 @@ def test_a_try_fails_in_a_child_and_not_here(
     assert direct.run_trial(seconds) == failure
 
 
-def test_what_arrives_otherwise_is_a_failure(
+def test_trial_fails_when_the_received_array_differs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("mpi4py")
-    unlike = (
+    unequal = (
         "import numpy\n"
-        "class Unlike(numpy.ndarray):\n"
+        "class Unequal(numpy.ndarray):\n"
         "    def __eq__(self, other): return numpy.zeros(1, bool)\n"
-        "arange = lambda size: numpy.arange(size).view(Unlike)\n"
+        "arange = lambda size: numpy.arange(size).view(Unequal)\n"
     )
-    (tmp_path / "cupy.py").write_text(f"{CUPY}\n{unlike}")
+    (tmp_path / "cupy.py").write_text(f"{CUPY}\n{unequal}")
     monkeypatch.syspath_prepend(tmp_path)
     assert direct.run_trial(60) == "ended with exit code 1"
 
 
-def test_a_ranks_child_is_a_world_of_its_own(mpirun) -> None:
+def test_trial_child_of_a_rank_is_an_mpi_world_of_one(mpirun) -> None:
     job = mpirun(2, "mpi_alone.py")
     assert job.returncode == 0, job.stderr
-    said = sorted(line for line in job.stdout.splitlines() if line.startswith("rank"))
-    assert said == ["rank 0 of 2 has a child of 1", "rank 1 of 2 has a child of 1"]
+    lines = sorted(line for line in job.stdout.splitlines() if line.startswith("rank"))
+    assert lines == ["rank 0 of 2 has a child of 1", "rank 1 of 2 has a child of 1"]
 
 
-def test_what_launchers_say_is_taken_away_and_the_users_settings_stay() -> None:
-    users = {"OMPI_MCA_pml": "ucx", "UCX_TLS": "all", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"}
-    launchers = {
+def test_without_launcher_removes_launcher_variables_and_keeps_the_users() -> None:
+    user_variables = {
+        "OMPI_MCA_pml": "ucx",
+        "UCX_TLS": "all",
+        "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+    launcher_variables = {
         "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_MCA_ess": "pmi",
         "OMPI_MCA_orte_ess_num_procs": "2",
@@ -114,4 +121,4 @@ def test_what_launchers_say_is_taken_away_and_the_users_settings_stay() -> None:
         "SLURM_PROCID": "0",
         "HYDI_CONTROL_FD": "3",
     }
-    assert direct.without_launcher(users | launchers) == users
+    assert direct.without_launcher(user_variables | launcher_variables) == user_variables

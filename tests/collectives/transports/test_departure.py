@@ -13,13 +13,13 @@ from collectives.transports import local_world, mpi
 from collectives.transports.departure import DepartureNotice
 
 
-def test_a_departure_notice_travels_with_its_cause():
+def test_departure_notice_is_decoded_with_its_cause():
     died = DepartureNotice({}, "its connection is lost", lost=True)
-    said = DepartureNotice({0: 3, 1025: 7}, "it missed rank 1", (1, died))
-    assert DepartureNotice.decode(said.encode()) == said
+    notice = DepartureNotice({0: 3, 1025: 7}, "it missed rank 1", (1, died))
+    assert DepartureNotice.decode(notice.encode()) == notice
 
 
-def test_who_died_is_told_from_who_left_also_by_a_peers_word():
+def test_lost_lists_dead_ranks_named_by_peers_but_not_departed_ranks():
     one, two, three, four = local_world(4)
     assert one.lost() == []
     three.announce_departure("its program ended")
@@ -32,7 +32,7 @@ def test_who_died_is_told_from_who_left_also_by_a_peers_word():
     assert four.lost() == [2, 3]
 
 
-def test_who_left_before_mpi_was_finalized_keeps_its_reason():
+def test_rank_departed_before_mpi_finalize_keeps_its_reason():
     transport = object.__new__(mpi.MpiTransport)
     transport.size, transport._mpi = 3, SimpleNamespace(Is_finalized=lambda: True)
     transport._left = {1: DepartureNotice({}, "its host is down", lost=True)}
@@ -43,15 +43,15 @@ def test_who_left_before_mpi_was_finalized_keeps_its_reason():
     assert transport.lost() == [1]
 
 
-def test_memory_that_a_late_rank_still_writes_into_is_kept(monkeypatch):
+def test_buffer_of_an_abandoned_receive_is_kept_until_completion(monkeypatch):
     """In Open MPI, a late rank writes into the buffer of an abandoned receive."""
     kept = []
     monkeypatch.setattr(mpi, "_receiving", kept)
     transport = object.__new__(mpi.MpiTransport)
     transport._mpi_lock = contextlib.nullcontext()
     transport._mpi = SimpleNamespace(Is_finalized=lambda: False)
-    arrives = [False]
-    memory, request = np.zeros(3, np.uint8), SimpleNamespace(Test=lambda: arrives[0])
+    completed = [False]
+    memory, request = np.zeros(3, np.uint8), SimpleNamespace(Test=lambda: completed[0])
     with pytest.raises(PeerError), transport._keep_on_error(request, memory):
         raise PeerError("rank 1 left")
     with transport._keep_on_error(request, memory):
@@ -59,7 +59,7 @@ def test_memory_that_a_late_rank_still_writes_into_is_kept(monkeypatch):
     ((its_request, its_memory),) = kept
     assert its_request is request
     assert its_memory is memory
-    arrives[0] = True
+    completed[0] = True
     with transport._keep_on_error(request, memory):
         pass
     assert not kept

@@ -26,10 +26,10 @@ from tests.programs.collectives_transports import COUNTING, LARGE, LAWS
         *(("horovod", size) for size in (2, 3)),
     ),
 )
-def test_in_threads(
+def test_transport_laws_hold_in_threads(
     in_world, kind: str, law: Callable[[Transport], None], size: int, monkeypatch
 ) -> None:
-    # So low that every path is taken.
+    # Limits so low that every path is taken.
     if size % 2 and law not in COUNTING:
         monkeypatch.setattr(torch_distributed, "NATIVE_BYTES", 64)
     pieces = {2: 1 << 12 if law in LARGE else 16}

@@ -12,19 +12,19 @@ from collectives.errors import CollectiveError
 from collectives.transports import LocalTransport, local_world
 
 
-def test_the_local_transport_of_a_process_is_a_world_of_one() -> None:
+def test_local_transport_of_a_process_has_one_rank() -> None:
     transport = open_transport("local")
     assert (transport.rank, transport.size, transport.name) == (0, 1, "local")
     assert transport.library() == "threads of one process"
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_world_of_no_ranks_is_refused(size: int) -> None:
+def test_world_without_ranks_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"at least one rank, got size {size}"):
         local_world(size)
 
 
-def test_threads_are_neighbours_by_nodes_of_a_size() -> None:
+def test_neighbours_are_the_threads_of_a_node_of_the_given_size() -> None:
     world = local_world(5, node_size=2)
     assert [rank.neighbours() for rank in world] == [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
     assert local_world(3)[2].neighbours() == [0, 1, 2]
@@ -32,11 +32,11 @@ def test_threads_are_neighbours_by_nodes_of_a_size() -> None:
         local_world(5, node_size=0)
 
 
-def test_results_come_by_rank() -> None:
+def test_run_ranks_returns_results_in_rank_order() -> None:
     assert run_ranks(local_world(5), lambda transport: transport.rank**2) == [0, 1, 4, 9, 16]
 
 
-def test_64_ranks_at_once_are_a_world_like_any_other() -> None:
+def test_local_world_of_64_ranks_works() -> None:
     def program(transport: LocalTransport) -> float:
         array = np.full(10_000, transport.rank, np.float32)
         transport.allreduce(array)
@@ -46,7 +46,7 @@ def test_64_ranks_at_once_are_a_world_like_any_other() -> None:
     assert run_ranks(local_world(64), program) == [64 * 63 / 2] * 64
 
 
-def test_who_leaves_does_not_wait_for_a_rank_that_failed() -> None:
+def test_departing_rank_does_not_wait_for_a_failed_rank() -> None:
     def program(transport: LocalTransport) -> None:
         if transport.rank == 1:
             transport.leave("done")
@@ -58,7 +58,7 @@ def test_who_leaves_does_not_wait_for_a_rank_that_failed() -> None:
         run_ranks(local_world(2, timeout_seconds=3600), program)
 
 
-def test_ranks_for_which_there_are_no_threads_end_the_others(monkeypatch) -> None:
+def test_failure_to_start_a_thread_ends_the_other_ranks(monkeypatch) -> None:
     start, left = threading.Thread.start, iter(range(3))
 
     def start_some(thread: threading.Thread) -> None:
@@ -72,7 +72,7 @@ def test_ranks_for_which_there_are_no_threads_end_the_others(monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("announces", [False, True])
-def test_a_long_wait_is_announced_where_it_says_something(monkeypatch, capsys, announces) -> None:
+def test_long_wait_is_announced_only_if_enabled(monkeypatch, capsys, announces) -> None:
     monkeypatch.setattr("collectives.transports.carrier.STALL_WARNING_SECONDS", 0.01)
     waiting, _ = local_world(2, timeout_seconds=0.3, announces_waits=announces)
     for stream in (waiting, waiting.channel(1)):

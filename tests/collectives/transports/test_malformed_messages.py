@@ -14,11 +14,11 @@ from tests.collectives.transports.kinds import MESSAGE
 
 @settings(max_examples=150)
 @given(st.binary(max_size=60), st.booleans())
-def test_bytes_that_are_no_part_of_an_allgather_are_an_error(content: bytes, counted: bool) -> None:
-    receiver, babbler = local_world(2, timeout_seconds=5)
+def test_arbitrary_bytes_in_an_allgather_raise_an_error(content: bytes, counted: bool) -> None:
+    receiver, bad_sender = local_world(2, timeout_seconds=5)
     head = (1).to_bytes(8, "little") if counted else b""
     message = head + content
-    babbler.send(np.frombuffer(message, np.uint8), 0)
+    bad_sender.send(np.frombuffer(message, np.uint8), 0)
     if message.startswith(np.array([1, len(message) - 16], np.int64).tobytes()):  # by chance
         assert receiver.allgather(MESSAGE)[1].tobytes() == message[16:]
     else:
@@ -38,34 +38,34 @@ def test_bytes_that_are_no_part_of_an_allgather_are_an_error(content: bytes, cou
         np.array([1, 1], np.int64).tobytes() + b"two",
     ],
 )
-def test_a_malformed_part_of_an_allgather_names_the_sender(content: bytes) -> None:
-    receiver, babbler = local_world(2, timeout_seconds=5)
-    babbler.send(np.frombuffer(content, np.uint8), 0)
+def test_malformed_allgather_message_names_its_sender(content: bytes) -> None:
+    receiver, bad_sender = local_world(2, timeout_seconds=5)
+    bad_sender.send(np.frombuffer(content, np.uint8), 0)
     with pytest.raises(MessageError, match=f"from rank 1 is malformed: its {len(content)} bytes"):
         receiver.allgather(MESSAGE)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xff", b"[" * 100_000], ids=len)
-def test_an_object_that_is_no_json_names_the_sender(content: bytes) -> None:
-    receiver, babbler = local_world(2, timeout_seconds=5)
+def test_object_that_is_not_json_names_its_sender(content: bytes) -> None:
+    receiver, bad_sender = local_world(2, timeout_seconds=5)
     message = np.array([1, len(content)], np.int64).tobytes() + content
-    babbler.send(np.frombuffer(message, np.uint8), 0)
+    bad_sender.send(np.frombuffer(message, np.uint8), 0)
     with pytest.raises(MessageError, match="the object from rank 1 is malformed"):
         receiver.gather_object("sound")
-    babbler.send(np.frombuffer(content, np.uint8), 0)
+    bad_sender.send(np.frombuffer(content, np.uint8), 0)
     with pytest.raises(MessageError, match="the object from rank 1 is malformed"):
         receiver.broadcast_object(None, root=1)
 
 
-def test_sizes_that_only_add_up_are_refused() -> None:
-    receiver, neighbour, babbler, _ = local_world(4, timeout_seconds=5)
+def test_negative_allgather_sizes_with_a_valid_sum_are_refused() -> None:
+    receiver, neighbour, bad_sender, _ = local_world(4, timeout_seconds=5)
     neighbour.send(np.array([1, 0], np.int64).view(np.uint8), 0)
-    babbler.send(np.array([2, -1, 1], np.int64).view(np.uint8), 0)
+    bad_sender.send(np.array([2, -1, 1], np.int64).view(np.uint8), 0)
     with pytest.raises(MessageError, match=r"from rank 2 is malformed: .* not 2 packed messages"):
         receiver.allgather(MESSAGE)
 
 
-def test_arrays_of_different_sizes_are_not_stretched_to_a_sum() -> None:
+def test_allreduce_of_arrays_of_different_sizes_is_refused() -> None:
     # One element against two would be added to both of them.
     def program(transport: LocalTransport) -> None:
         transport.allreduce(np.ones(4 - 2 * transport.rank, np.float32))

@@ -17,9 +17,7 @@ from tests.collectives.transports.kinds import MESSAGE, every_kind
 
 
 @every_kind
-def test_a_rank_that_left_is_named_with_its_reason_by_whoever_waits_for_it(
-    in_world, kind: str
-) -> None:
+def test_waiting_rank_names_the_departed_rank_and_its_reason(in_world, kind: str) -> None:
     def program(transport: Transport) -> None:
         if transport.rank == 1:
             transport.leave("its data ran out")
@@ -34,9 +32,7 @@ def test_a_rank_that_left_is_named_with_its_reason_by_whoever_waits_for_it(
 
 @every_kind
 @pytest.mark.parametrize("size", [3, 4, 7])
-def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(
-    in_world, kind: str, size: int
-) -> None:
+def test_all_waiting_ranks_name_the_departed_rank(in_world, kind: str, size: int) -> None:
     def program(transport: Transport) -> None:
         with transport.operation("step 0"):
             transport.barrier()
@@ -44,7 +40,7 @@ def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(
             transport.leave("done early")
             return
         with pytest.raises(PeerError) as caught, transport.operation("step 1"):
-            transport.receive((transport.rank + 1) % (size - 1))  # who waits, too
+            transport.receive((transport.rank + 1) % (size - 1))  # which also waits
         # Even if another rank noticed first, and left for that reason.
         assert str(caught.value) == (
             f"rank {size - 1} left (done early) while rank {transport.rank} waited for it in step 1"
@@ -56,7 +52,9 @@ def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(
 
 @pytest.mark.parametrize("through", ["all ranks", "a view"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_who_has_done_its_part_may_end_horovod_at_once(in_world, size: int, through: str) -> None:
+def test_rank_with_its_part_done_may_shut_horovod_down_at_once(
+    in_world, size: int, through: str
+) -> None:
     """Rank 0 has nothing to do in the last operation; the others pass a message on, slowly."""
 
     def program(transport: Transport) -> None:
@@ -73,7 +71,7 @@ def test_who_has_done_its_part_may_end_horovod_at_once(in_world, size: int, thro
 
 
 @pytest.mark.parametrize("consequence_first", [False, True])
-def test_the_first_that_left_is_named_whoever_is_heard_of_first(consequence_first: bool) -> None:
+def test_first_departed_rank_is_named_whichever_notice_came_first(consequence_first: bool) -> None:
     first, second, last = local_world(3)
     with second.operation("step 0"), last.operation("step 0"):
         first.announce_departure("enough")
@@ -86,7 +84,7 @@ def test_the_first_that_left_is_named_whoever_is_heard_of_first(consequence_firs
         assert last.missing(1) == last.missing(None) == text
 
 
-def test_an_operation_within_an_operation_is_a_part_of_it() -> None:
+def test_nested_operation_is_part_of_the_outer_one() -> None:
     leaver, stayer = local_world(2)
     with leaver.operation("step 0"), leaver.operation("a part"):
         pass
@@ -100,7 +98,7 @@ def test_an_operation_within_an_operation_is_a_part_of_it() -> None:
 
 
 @every_kind
-def test_who_completed_the_operation_is_not_missed_in_it(in_world, kind: str) -> None:
+def test_rank_that_completed_the_operation_is_not_missed_in_it(in_world, kind: str) -> None:
     def program(transport: Transport) -> list[np.ndarray]:
         with transport.operation("the only step"):
             gathered = transport.allgather(MESSAGE)
@@ -112,7 +110,7 @@ def test_who_completed_the_operation_is_not_missed_in_it(in_world, kind: str) ->
 
 
 @every_kind
-def test_a_rank_that_failed_in_the_operation_has_not_completed_it(in_world, kind: str) -> None:
+def test_rank_that_failed_in_an_operation_is_missed_in_it(in_world, kind: str) -> None:
     def program(transport: Transport) -> None:
         if transport.rank == 0:
             with pytest.raises(ZeroDivisionError), transport.operation("step 0"):
@@ -130,7 +128,7 @@ def test_a_rank_that_failed_in_the_operation_has_not_completed_it(in_world, kind
 
 
 @every_kind
-def test_what_was_sent_before_leaving_still_arrives(in_world, kind: str) -> None:
+def test_message_sent_before_departure_still_arrives(in_world, kind: str) -> None:
     def program(transport: Transport) -> None:
         if transport.rank == 0:
             transport.send(MESSAGE, 1)()
@@ -145,14 +143,14 @@ def test_what_was_sent_before_leaving_still_arrives(in_world, kind: str) -> None
 
 @every_kind
 @pytest.mark.parametrize("of_a_view", [False, True])
-def test_a_silent_rank_is_named_after_the_timeout(in_world, kind: str, of_a_view: bool) -> None:
+def test_silent_rank_is_named_after_the_timeout(in_world, kind: str, of_a_view: bool) -> None:
     def program(transport: Transport) -> None:
         if transport.rank == 0:
             waiting = transport.channel(1) if of_a_view else transport
             text = r"rank 0 has waited 0\.2\d* s for rank 1 in a long wait"
             with pytest.raises(PeerTimeoutError, match=text), waiting.operation("a long wait"):
                 waiting.receive(1)
-            transport.send(MESSAGE, 1)()  # who gave up one wait can still speak
+            transport.send(MESSAGE, 1)()  # a rank whose wait timed out can still send
         else:
             time.sleep(0.4)
             assert transport.receive(0).tobytes() == MESSAGE.tobytes()
@@ -162,7 +160,7 @@ def test_a_silent_rank_is_named_after_the_timeout(in_world, kind: str, of_a_view
 
 @every_kind
 @pytest.mark.parametrize("of_a_view", [False, True])
-def test_a_rank_that_waits_takes_hardly_any_cpu_time(in_world, kind: str, of_a_view: bool) -> None:
+def test_waiting_rank_uses_little_cpu_time(in_world, kind: str, of_a_view: bool) -> None:
     def program(transport: Transport) -> None:
         stream = transport.channel(1) if of_a_view else transport
         if transport.rank == 1:
@@ -177,8 +175,8 @@ def test_a_rank_that_waits_takes_hardly_any_cpu_time(in_world, kind: str, of_a_v
     in_world(kind, 3, program)
 
 
-def test_many_ranks_may_leave_while_others_look_who_has_left() -> None:
-    # Each look walks through all who left; the interpreter switches threads as often as it can.
+def test_missing_works_while_many_ranks_leave() -> None:
+    # Each call walks through all who left; the interpreter switches threads as often as it can.
     size = 60
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -197,9 +195,7 @@ def test_many_ranks_may_leave_while_others_look_who_has_left() -> None:
 
 
 @every_kind
-def test_the_exception_of_the_rank_that_failed_is_the_one_that_is_raised(
-    in_world, kind: str
-) -> None:
+def test_run_raises_the_exception_of_the_failed_rank(in_world, kind: str) -> None:
     seen = []
 
     def program(transport: Transport) -> None:
@@ -216,18 +212,24 @@ def test_the_exception_of_the_rank_that_failed_is_the_one_that_is_raised(
     assert any("rank 1 left (it raised ZeroDivisionError: in step 3)" in text for text in seen)
 
 
-def test_what_a_rank_sent_before_it_left_counts_also_after_a_false_alarm() -> None:
-    """Rank 1 is taken for lost until its notice comes; rank 2 leaves after its message has come."""
+def test_message_sent_before_departure_counts_after_a_false_alarm() -> None:
+    """Rank 1 is taken for lost until its notice comes; rank 2 leaves after its message arrived."""
     transport, *_ = local_world(3)
-    come: list[str] = []
+    arrived: list[str] = []
     events = [
         lambda: transport.lose(1, "its connection is lost"),
         lambda: transport.note(1, DepartureNotice({0: 1}, "it is done")),
-        lambda: (transport.note(2, DepartureNotice({}, "it failed")), come.append("its message")),
+        lambda: (
+            transport.note(2, DepartureNotice({}, "it failed")),
+            arrived.append("its message"),
+        ),
     ]
 
-    def look() -> None:
+    def poll() -> None:
         events.pop(0)()
 
     with transport.operation("step 1"):
-        assert wait_until(lambda: come[0] if come else None, transport, [], 30, look) == come[0]
+        assert (
+            wait_until(lambda: arrived[0] if arrived else None, transport, [], 30, poll)
+            == arrived[0]
+        )

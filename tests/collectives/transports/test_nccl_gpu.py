@@ -19,7 +19,7 @@ from tests.programs import collectives_transports as laws
 from tests.programs import of_gpus
 
 
-def gpus() -> int:
+def count_gpus() -> int:
     """Return how many GPUs CuPy can use here."""
     try:
         import cupy
@@ -29,7 +29,7 @@ def gpus() -> int:
         return 0
 
 
-GPUS = gpus()
+GPUS = count_gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU, and CuPy")]
 
 
@@ -38,14 +38,14 @@ LAWS = of_gpus.without_counts(laws.LAWS)
 
 @pytest.mark.parametrize("name", ["nccl", "staged"])
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__.removeprefix("test_"))
-def test_one_rank_is_a_world(law: Callable[..., None], name: str) -> None:
+def test_single_rank_keeps_the_transport_laws_on_a_gpu(law: Callable[..., None], name: str) -> None:
     transport = open_transport(name, bootstrap=local_world(1, 60)[0], timeout_seconds=60)
     law(of_gpus.OfGpus(transport))
     transport.leave("done")
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 1 << 24])
-def test_a_rank_sends_to_itself_over_nccl(size: int) -> None:
+def test_rank_sends_to_itself_over_nccl(size: int) -> None:
     transport = open_transport("nccl", bootstrap=local_world(1, 60)[0], timeout_seconds=60)
     assert transport.library().startswith("NCCL 2.")
     sent = laws.message(size, 1)
@@ -56,7 +56,7 @@ def test_a_rank_sends_to_itself_over_nccl(size: int) -> None:
     transport.leave("done")
 
 
-def test_a_message_is_sent_as_the_callers_stream_makes_it() -> None:
+def test_message_is_sent_after_the_callers_stream_wrote_it() -> None:
     import cupy
 
     transport = open_transport("nccl", bootstrap=local_world(1, 60)[0], timeout_seconds=60)
@@ -70,7 +70,7 @@ def test_a_message_is_sent_as_the_callers_stream_makes_it() -> None:
     transport.leave("done")
 
 
-def test_a_try_tells_whether_mpi_takes_gpu_memory_and_what_is_opened_keeps_the_laws() -> None:
+def test_mpi_transport_follows_the_cuda_trial_and_keeps_the_laws() -> None:
     pytest.importorskip("mpi4py")
     reason = why_staged()
     transport = open_transport("mpi", timeout_seconds=60)
@@ -82,43 +82,43 @@ def test_a_try_tells_whether_mpi_takes_gpu_memory_and_what_is_opened_keeps_the_l
 
 
 @pytest.mark.parametrize("ranks", [GPUS + 1, GPUS + 3])
-def test_messages_of_gpus_go_over_mpi_itself(mpirun: Any, ranks: int) -> None:
-    check(mpirun(ranks, "collectives_gpus.py", "mpi"), ranks)
+def test_gpu_messages_keep_the_laws_over_mpi(mpirun: Any, ranks: int) -> None:
+    assert_laws_hold(mpirun(ranks, "collectives_gpus.py", "mpi"), ranks)
 
 
-def check(job: Any, ranks: int) -> None:
+def assert_laws_hold(job: Any, ranks: int) -> None:
     assert job.returncode == 0, job.stderr
-    said = [line for line in job.stdout.splitlines() if line.startswith("rank")]
-    assert sorted(said) == [f"rank {r} of {ranks}: {len(LAWS)} laws hold" for r in range(ranks)]
+    lines = [line for line in job.stdout.splitlines() if line.startswith("rank")]
+    assert sorted(lines) == [f"rank {r} of {ranks}: {len(LAWS)} laws hold" for r in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [GPUS + 1, GPUS + 3])
-def test_ranks_that_share_a_gpu_stage_through_pinned_memory(mpirun: Any, ranks: int) -> None:
-    check(mpirun(ranks, "collectives_gpus.py", "staged"), ranks)
+def test_gpu_messages_keep_the_laws_staged_through_pinned_memory(mpirun: Any, ranks: int) -> None:
+    assert_laws_hold(mpirun(ranks, "collectives_gpus.py", "staged"), ranks)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-def test_ranks_with_a_gpu_each_send_over_nccl(mpirun: Any) -> None:
-    check(mpirun(min(GPUS, 8), "collectives_gpus.py", "nccl"), min(GPUS, 8))
+def test_ranks_with_own_gpus_keep_the_laws_over_nccl(mpirun: Any) -> None:
+    assert_laws_hold(mpirun(min(GPUS, 8), "collectives_gpus.py", "nccl"), min(GPUS, 8))
 
 
 # ---- NCCL by default, and torch's
 
 
-def test_a_rank_with_a_gpu_connects_nccl_at_its_first_array_on_it() -> None:
+def test_nccl_connects_at_the_first_gpu_array() -> None:
     transport = NcclTransport(local_world(1, 60)[0], timeout_seconds=60, automatic=True)
     assert transport.choice is None
     array = of_gpus.up(np.arange(5.0))
     transport.allreduce(array)
     assert array.get().tolist() == list(range(5))
     assert transport.choice is not None
-    assert transport.choice.carrying is GpuRoute.NCCL
+    assert transport.choice.route is GpuRoute.NCCL
     assert transport.sends_from_device
     transport.leave("done")
 
 
 @pytest.mark.parametrize("through", ["CuPy", "torch"])
-def test_tensors_of_a_gpu_stay_there_in_every_dense_collective(
+def test_gpu_tensors_stay_on_the_gpu_in_every_dense_collective(
     through: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -150,6 +150,6 @@ def test_tensors_of_a_gpu_stay_there_in_every_dense_collective(
     transport.leave("done")
 
 
-def test_a_gpu_has_a_name_of_its_own() -> None:
+def test_device_name_identifies_one_gpu() -> None:
     name = name_of_device(0, 0)
     assert name.startswith("GPU-") or "on the host of rank 0" in name

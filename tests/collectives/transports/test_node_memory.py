@@ -54,7 +54,7 @@ def holder(path: str) -> Iterator[int]:
         os.close(tell)
 
 
-def test_a_killed_rank_is_gone_and_out_of_the_lock() -> None:
+def test_killed_rank_is_absent_and_releases_the_lock() -> None:
     with tempfile.NamedTemporaryFile() as file:
         memory = open_memory(file.name, 0)
         assert not memory.is_present(1)  # nobody has been there
@@ -67,15 +67,15 @@ def test_a_killed_rank_is_gone_and_out_of_the_lock() -> None:
             pass
 
 
-def test_a_frozen_holder_is_not_waited_for_for_ever() -> None:
+def test_waiting_for_the_lock_of_a_frozen_rank_times_out() -> None:
     with tempfile.NamedTemporaryFile() as file, holder(file.name):
         memory = open_memory(file.name, 0, seconds=0.05)
-        said = r"rank 4 has waited 0\.05 s for the memory that ranks \[4, 7\] share"
-        with pytest.raises(PeerTimeoutError, match=said), memory.lock():
+        text = r"rank 4 has waited 0\.05 s for the memory that ranks \[4, 7\] share"
+        with pytest.raises(PeerTimeoutError, match=text), memory.lock():
             pass
 
 
-def test_no_room_is_an_error_on_every_rank(
+def test_full_memory_raises_on_every_rank(
     threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any) -> None:
@@ -91,7 +91,7 @@ def test_no_room_is_an_error_on_every_rank(
     threads(2, program)
 
 
-def test_a_rank_that_cannot_open_the_file_is_named_on_every_rank(
+def test_rank_that_cannot_open_the_file_is_named_on_every_rank(
     threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
@@ -108,8 +108,8 @@ def test_a_rank_that_cannot_open_the_file_is_named_on_every_rank(
 
     def program(transport: LocalTransport) -> None:
         stream: Transport = transport
-        said = "made by rank 0: rank 1 cannot open it: .*No such file.*; let them see one /"
-        with pytest.raises(OSError, match=said):
+        text = "made by rank 0: rank 1 cannot open it: .*No such file.*; let them see one /"
+        with pytest.raises(OSError, match=text):
             share_by_file(stream, 100)
 
     threads(3, program)
@@ -117,7 +117,7 @@ def test_a_rank_that_cannot_open_the_file_is_named_on_every_rank(
     assert not is_held_open(path)
 
 
-def test_off_linux_memory_is_shared_without_being_reserved(
+def test_memory_is_shared_without_reservation_off_linux(
     threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "posix_fallocate")
@@ -129,17 +129,17 @@ def test_off_linux_memory_is_shared_without_being_reserved(
     assert threads(2, program) == [100, 100]
 
 
-def test_no_file_is_left_where_a_rank_dies_before_all_have_opened_it():
+def test_file_is_removed_when_a_rank_dies_before_all_opened_it():
     paths = []
 
-    def hear(path: str) -> str:
+    def broadcast(path: str) -> str:
         paths.append(path)
         return path
 
-    def end(amiss: str) -> None:
+    def fail_gather(problem: str) -> None:
         raise PeerError("rank 1 left")
 
-    stream = SimpleNamespace(rank=0, size=2, broadcast_object=hear, gather_object=end)
+    stream = SimpleNamespace(rank=0, size=2, broadcast_object=broadcast, gather_object=fail_gather)
     with pytest.raises(PeerError):
         _open_file(stream, 100)
     assert not os.path.exists(paths[0])

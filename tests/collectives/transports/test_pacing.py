@@ -60,7 +60,7 @@ def on_the_wire(message_bytes: int, link: Link = LINK) -> float:
     return pacing.wire_bytes(message_bytes) * link.seconds_per_byte
 
 
-def test_a_message_takes_its_bytes_over_the_rate_and_the_latency():
+def test_message_takes_its_bytes_over_the_rate_plus_the_latency():
     def program(transport: LocalTransport) -> None:
         if transport.rank == 0:
             transport.send(np.zeros(50_000, np.uint8), 1)()
@@ -72,13 +72,13 @@ def test_a_message_takes_its_bytes_over_the_rate_and_the_latency():
     assert receiver == pytest.approx(on_the_wire(50_000) + 0.4e-3)
 
 
-def test_packets_have_headers_and_an_empty_message_is_one_packet():
+def test_wire_bytes_count_packet_headers():
     assert pacing.wire_bytes(0) == 90
     assert pacing.wire_bytes(1448) == 1538
     assert pacing.wire_bytes(1449) == 1449 + 180
 
 
-def test_messages_to_several_ranks_leave_one_after_the_other():
+def test_messages_to_several_ranks_are_sent_one_after_the_other():
     def program(transport: LocalTransport) -> None:
         if transport.rank == 0:
             for sent in [transport.send(np.zeros(10_000, np.uint8), to) for to in (1, 2, 3)]:
@@ -93,7 +93,7 @@ def test_messages_to_several_ranks_leave_one_after_the_other():
 
 
 @pytest.mark.parametrize("sources", [(1, 2, 3), (3, 1, 2)])
-def test_messages_from_several_ranks_share_the_link_in_whatever_order_they_are_taken(sources):
+def test_messages_from_several_ranks_share_the_link_in_any_receive_order(sources):
     def program(transport: LocalTransport) -> None:
         if transport.rank == 0:
             for source in sources:
@@ -104,7 +104,7 @@ def test_messages_from_several_ranks_share_the_link_in_whatever_order_they_are_t
     assert paced(4, program)[0] == pytest.approx(3 * on_the_wire(10_000) + 0.4e-3)
 
 
-def test_both_directions_are_used_at_once_and_by_all_streams_together():
+def test_link_is_duplex_and_shared_by_all_streams():
     def program(transport: LocalTransport) -> None:
         peer = 1 - transport.rank
         for stream in (transport, transport.channel(3)):
@@ -115,7 +115,7 @@ def test_both_directions_are_used_at_once_and_by_all_streams_together():
     assert paced(2, program) == pytest.approx([2 * on_the_wire(20_000) + 0.4e-3] * 2)
 
 
-def test_a_message_to_oneself_takes_no_time():
+def test_message_to_the_own_rank_takes_no_time():
     def program(transport: LocalTransport) -> None:
         transport.send(np.zeros(20_000, np.uint8), transport.rank)()
         assert transport.receive(transport.rank).size == 20_000
@@ -128,7 +128,7 @@ def test_a_message_to_oneself_takes_no_time():
     st.lists(st.floats(0, 10), min_size=6, max_size=6),
     st.lists(st.integers(0, 100_000), min_size=6, max_size=6),
 )
-def test_the_last_message_ends_when_it_would_in_order_of_arrival(order, begins, sizes):
+def test_last_message_ends_as_in_order_of_arrival(order, begins, sizes):
     pacer = Pacer(LINK)
     last = max(pacer.reserve_inbound(begins[each], sizes[each]) for each in order)
     expected = 0.0
@@ -138,7 +138,7 @@ def test_the_last_message_ends_when_it_would_in_order_of_arrival(order, begins, 
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_dense_sum_takes_the_fewest_bytes_over_the_rate(size):
+def test_allreduce_takes_the_minimal_bytes_over_the_rate(size):
     length = 1_000_000
 
     def program(transport: LocalTransport) -> None:
@@ -152,7 +152,7 @@ def test_a_dense_sum_takes_the_fewest_bytes_over_the_rate(size):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_sparse_sums_take_their_messages_over_the_rate(size):
+def test_sparse_reductions_take_their_messages_over_the_rate(size):
     rng = np.random.default_rng(7)
     gradients = rng.standard_normal((size, 100_000)).astype(np.float32)
 
@@ -173,7 +173,9 @@ def test_sparse_sums_take_their_messages_over_the_rate(size):
 
 
 @pytest.mark.parametrize("kind", ["torch.distributed", "horovod"])
-def test_every_transport_paces_alike_and_makes_its_sums_of_messages(in_world, kind, monkeypatch):
+def test_every_transport_paces_as_the_local_one_without_native_allreduce(
+    in_world, kind, monkeypatch
+):
     monkeypatch.setattr(torch_distributed, "NATIVE_BYTES", 0)
 
     def program(transport: Carrier) -> tuple[float, int]:
@@ -191,7 +193,7 @@ def test_every_transport_paces_alike_and_makes_its_sums_of_messages(in_world, ki
     assert [took for took, _ in found] == pytest.approx([took for took, _ in expected])
 
 
-def test_bytes_are_counted_as_without_it_and_views_are_paced_too():
+def test_pacing_does_not_change_counted_bytes_and_applies_to_views():
     def program(transport: LocalTransport) -> int:
         view = transport.subset([0, 1]).channel(2)
         assert view.link == transport.link
@@ -206,7 +208,7 @@ def test_bytes_are_counted_as_without_it_and_views_are_paced_too():
     assert run_ranks(local_world(2), with_link) == [1000, 1000]
 
 
-def test_waiting_for_the_link_is_counted_as_waiting():
+def test_waiting_for_the_link_is_counted_in_wait_seconds():
     def program(transport: LocalTransport) -> float:
         emulate(transport)
         if transport.rank == 0:
@@ -219,7 +221,7 @@ def test_waiting_for_the_link_is_counted_as_waiting():
     assert min(waited) >= on_the_wire(50_000) - 1e-9
 
 
-def test_checked_messages_are_paced_with_their_checksum():
+def test_checked_messages_are_paced_including_their_checksum():
     def program(transport: LocalTransport) -> None:
         transport.check_messages()
         if transport.rank == 0:
@@ -230,7 +232,7 @@ def test_checked_messages_are_paced_with_their_checksum():
     assert paced(2, program)[1] == pytest.approx(1538 * LINK.seconds_per_byte + 0.4e-3)
 
 
-def test_a_message_without_its_stamp_names_its_sender():
+def test_message_without_a_time_stamp_names_its_sender():
     message, begins = split_stamp(append_stamp(np.arange(5, dtype=np.uint8), 12.5), 3)
     assert message.tolist() == [0, 1, 2, 3, 4]
     assert begins == 12.5
@@ -240,12 +242,12 @@ def test_a_message_without_its_stamp_names_its_sender():
         split_stamp(np.zeros(7, np.uint8), 3)
 
 
-def test_ranks_of_several_hosts_have_no_clock_in_common():
+def test_emulated_link_between_several_hosts_is_refused():
     with pytest.raises(ValueError, match=r"ranks of one host.*has 2 of 4 ranks on its host"):
         local_world(4, node_size=2)[0].emulate(LINK)
 
 
-def test_a_calibration_finds_the_link_between_ranks_of_one_host():
+def test_calibration_measures_the_emulated_link_between_ranks_of_one_host():
     def program(transport: LocalTransport) -> None:
         clock = emulate(transport, Link.of(10e6, 1e-3))
         assert transport.node() == [transport.rank]
@@ -259,7 +261,7 @@ def test_a_calibration_finds_the_link_between_ranks_of_one_host():
     run_ranks(local_world(2), program)
 
 
-def test_the_hosts_clock_waits_and_lets_messages_go_on_meanwhile():
+def test_clock_waits_and_calls_progress_meanwhile():
     clock, calls = Clock(), []
     at = clock.now() + 0.005
     clock.wait_until(at, lambda: calls.append(clock.now()))

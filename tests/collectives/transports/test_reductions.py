@@ -24,30 +24,30 @@ def events_of(size: int, block_bytes: int) -> list[list[Event]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_every_long_message_is_answered_before_the_next_is_sent(size: int) -> None:
+def test_long_messages_are_acknowledged_before_the_next_is_sent(size: int) -> None:
     for events in events_of(size, LONG_BYTES):
         assert len(events) == 6 * 2 * (size - 1).bit_length()
         rounds = zip(*(events[i::6] for i in range(6)), strict=True)
-        for sent, checksum, received, its_checksum, word, answer in rounds:
+        for sent, checksum, received, its_checksum, acknowledgement, answer in rounds:
             to, source = sent[0], received[0]
             assert sent[1] >= LONG_BYTES
             assert checksum == (to, CHECKSUM_BYTES)
             assert received == its_checksum == (source, RECEIVED)
-            assert word == (source, 0)
+            assert acknowledgement == (source, 0)
             assert answer == (to, RECEIVED)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_short_messages_need_no_word(size: int) -> None:
+def test_short_messages_are_not_acknowledged(size: int) -> None:
     for events in events_of(size, LONG_BYTES // size):
         assert all(sent for _, sent in events)
 
 
 @pytest.mark.parametrize("size", [3, 5, 8])
-def test_no_more_than_three_pieces_are_unanswered(size: int) -> None:
+def test_at_most_three_pieces_are_unacknowledged(size: int) -> None:
     with mock.patch.object(reductions, "PIECE_BYTES", PIECE_BYTES):
-        everyones = events_of(size, 4 * PIECE_BYTES + LONG_BYTES)
-    for events in everyones:
+        events_of_ranks = events_of(size, 4 * PIECE_BYTES + LONG_BYTES)
+    for events in events_of_ranks:
         unanswered, most, pieces = 0, 0, 0
         to = None
         for peer, what in events:
@@ -67,7 +67,7 @@ def test_no_more_than_three_pieces_are_unanswered(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 1000])
-def test_a_sum_has_the_same_bits_however_small_its_pieces(size: int, length: int) -> None:
+def test_allreduce_has_the_same_bits_for_any_piece_size(size: int, length: int) -> None:
     """Blocks, and with them the order of sums, are those of the whole array."""
     rows = np.random.default_rng(length).standard_normal((size, length)).astype(np.float32)
 
@@ -87,7 +87,7 @@ def test_a_sum_has_the_same_bits_however_small_its_pieces(size: int, length: int
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_blocks_of_unlike_lengths_have_unlike_numbers_of_pieces(size: int) -> None:
+def test_reduce_scatter_of_unequal_blocks_in_pieces_is_exact(size: int) -> None:
     ends = np.cumsum([0, 100, *[3] * (size - 1)])
     ends[-1] += 50
     bounds = ends.tolist()
@@ -103,15 +103,15 @@ def test_blocks_of_unlike_lengths_have_unlike_numbers_of_pieces(size: int) -> No
         return part, array.tolist()
 
     with mock.patch.multiple(reductions, PIECE_BYTES=64, LONG_BYTES=16):
-        everyones = run_ranks(local_world(size, timeout_seconds=30), go)
+        results = run_ranks(local_world(size, timeout_seconds=30), go)
     total = [n * size * (size + 1) // 2 for n in range(bounds[-1])]
-    for rank, (part, whole) in enumerate(everyones):
+    for rank, (part, whole) in enumerate(results):
         assert part == total[bounds[rank] : bounds[rank + 1]]
         assert whole == total
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_arrays_of_unlike_lengths_are_an_error_and_nobody_waits(size: int) -> None:
+def test_allreduce_in_pieces_of_arrays_of_different_lengths_is_refused(size: int) -> None:
     def go(transport: Recorder) -> None:
         transport.allreduce(np.zeros(1000 if transport.rank else 200, np.float32))
 

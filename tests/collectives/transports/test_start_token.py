@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 
 def start(store, size: int, ranks: list[int] | None = None, timeout_seconds: float = 30.0):
-    """Return what each rank gets, a word or an error."""
+    """Return each rank's token or error."""
 
     def rank(number: int):
         try:
@@ -35,39 +35,39 @@ def store():
     return torch.distributed.HashStore()
 
 
-def test_all_ranks_of_a_start_get_one_word_and_every_start_another(store) -> None:
-    words = []
+def test_ranks_of_a_start_agree_on_a_token_that_differs_per_start(store) -> None:
+    tokens = []
     for size in (3, 3, 2, 5, 1, 3):
         found = start(store, size)
         assert len(set(found)) == 1
-        words.append(found[0])
-    assert len(set(words)) == len(words)
+        tokens.append(found[0])
+    assert len(set(tokens)) == len(tokens)
 
 
-def test_who_is_not_there_is_named_by_all(store) -> None:
+def test_missing_rank_is_named_by_all_at_the_start(store) -> None:
     first, second = start(store, 3, ranks=[0, 1], timeout_seconds=0.3)
     for rank, error in ((0, first), (1, second)):
         assert str(error).startswith(f"rank {rank} of 3 has waited 0.")
         assert "s at the start for rank 2: " in str(error)
 
 
-def test_who_was_there_before_but_is_not_now_is_named_too(store) -> None:
+def test_rank_of_an_earlier_start_that_is_missing_now_is_named(store) -> None:
     start(store, 3)
     for error in start(store, 3, ranks=[0, 2], timeout_seconds=0.5):
         assert "at the start for rank 1: " in str(error)
 
 
-def test_without_rank_0_nobody_goes_on_with_the_last_starts_word(store) -> None:
+def test_token_of_an_earlier_start_is_not_reused_without_rank_0(store) -> None:
     start(store, 2)
     (error,) = start(store, 2, ranks=[1], timeout_seconds=0.3)
     assert isinstance(error, PeerTimeoutError)
 
 
-def test_the_last_word_of_a_rank_that_is_ending_does_not_keep_the_others_apart(store) -> None:
-    """It was slow to start, and writes over the word of the rank that has taken its place."""
+def test_ranks_agree_although_an_ending_rank_overwrites_an_entry(store) -> None:
+    """The ending rank started slowly, and overwrites the entry of the rank that replaces it."""
 
-    class Written:
-        """A store in which that happens just after the first call."""
+    class OverwritingStore:
+        """A store in which this happens just after the first call."""
 
         def __getattr__(self, name: str):
             return getattr(store, name)
@@ -78,12 +78,12 @@ def test_the_last_word_of_a_rank_that_is_ending_does_not_keep_the_others_apart(s
                 store.set("written over", "once")
                 store.set("here-2", "dead")
 
-    found = start(Written(), 3)
+    found = start(OverwritingStore(), 3)
     assert len(set(found)) == 1
     assert isinstance(found[0], str)
 
 
-def test_a_number_that_two_processes_have_is_told_by_both_at_once(store) -> None:
+def test_processes_with_the_same_rank_both_raise_mismatch_error(store) -> None:
     """RANK=0, 1, 1 instead of 0, 1, 2: a rank that waits for rank 2 reports it on timeout."""
     first, *twins = start(store, 3, ranks=[0, 1, 1], timeout_seconds=2.0)
     for twin in twins:
@@ -93,32 +93,32 @@ def test_a_number_that_two_processes_have_is_told_by_both_at_once(store) -> None
     assert "at the start for rank 2: " in str(first)
 
 
-def test_one_process_too_many_does_not_keep_silent(store) -> None:
+def test_surplus_process_causes_mismatch_error(store) -> None:
     found = start(store, 3, ranks=[0, 1, 1, 2], timeout_seconds=2.0)
     assert any(isinstance(each, MismatchError) for each in found[1:3])
-    words = {each for each in found if isinstance(each, str)}
-    assert len(words) <= 1  # the others begin with one of them, or with none
+    tokens = {each for each in found if isinstance(each, str)}
+    assert len(tokens) <= 1  # the other ranks have this token, or none
 
 
-def test_a_store_that_is_gone_is_told(store) -> None:
-    class Gone:
+def test_lost_store_is_reported_at_the_start(store) -> None:
+    class LostStore:
         def set(self, *arguments: object) -> None:
             raise torch.distributed.DistNetworkError("connection reset")
 
         check = set
 
-    error = start(Gone(), 2, ranks=[1])[0]
+    error = start(LostStore(), 2, ranks=[1])[0]
     assert "the others, and the store where the ranks meet no longer answers" in str(error)
 
 
-def test_they_learn_each_others_hosts(store) -> None:
+def test_ranks_learn_all_hosts_at_the_start(store) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: agree_on_start(store, rank, 2, 30.0), range(2)))
     assert found[0] == found[1]
     assert found[0].hosts == [socket.gethostname()] * 2
 
 
-def test_who_waits_polls_less_and_less_often(store, monkeypatch) -> None:
+def test_waiting_rank_polls_less_and_less_often(store, monkeypatch) -> None:
     """Ranks come together: a pause of 10 ms between the first polls would be most of the start."""
     now, pauses = 0.0, []
 

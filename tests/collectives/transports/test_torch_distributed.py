@@ -33,7 +33,7 @@ from collectives.transports.transport import end_process
         ("service", "192.0.2.1", "0.0.0.0"),  # of no interface of this host
     ],
 )
-def test_where_ranks_meet_is_reached_from_where_they_call(
+def test_store_listens_on_an_address_that_ranks_can_reach(
     monkeypatch: pytest.MonkeyPatch, host: str, resolved: str, listens_at: str
 ) -> None:
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, 0))]
@@ -42,7 +42,7 @@ def test_where_ranks_meet_is_reached_from_where_they_call(
         assert listener.getsockname()[0] == listens_at
 
 
-def test_the_store_is_served_at_the_address_that_was_given() -> None:
+def test_store_is_served_at_the_given_address_only() -> None:
     store = connect("127.0.0.1", 0, 0, 10)
     store.set("key", "value")
     assert connect("127.0.0.1", store.port, 1, 10).get("key") == b"value"
@@ -56,17 +56,17 @@ def closed_port() -> int:
     return port
 
 
-def test_a_store_that_nobody_serves_is_waited_for_as_long_as_is_said() -> None:
-    said = r"rank 1 could not reach 127\.0\.0\.1:\d+, where the ranks meet, in (.*) s: .* refused; "
-    said += r"has rank 0, which serves it, started\?$"
+def test_connecting_to_an_unserved_store_times_out_as_stated() -> None:
+    text = r"rank 1 could not reach 127\.0\.0\.1:\d+, where the ranks meet, in (.*) s: .* refused; "
+    text += r"has rank 0, which serves it, started\?$"
     begun = time.monotonic()
-    with pytest.raises(PeerTimeoutError, match=said) as raised:
+    with pytest.raises(PeerTimeoutError, match=text) as raised:
         connect("127.0.0.1", closed_port(), 1, 2.0)
-    seconds = re.findall(said, str(raised.value))
+    seconds = re.findall(text, str(raised.value))
     assert 1.99 <= float(*seconds) <= time.monotonic() - begun + 0.01
 
 
-def test_a_store_that_comes_late_is_found() -> None:
+def test_store_that_starts_late_is_reached() -> None:
     port = closed_port()
 
     def serve() -> object:
@@ -79,13 +79,13 @@ def test_a_store_that_comes_late_is_found() -> None:
         assert served.result()
 
 
-def test_a_launcher_that_serves_the_store_no_more_is_missed_soon(monkeypatch) -> None:
+def test_store_of_a_departed_launcher_raises_peer_error_soon(monkeypatch) -> None:
     monkeypatch.setattr("collectives.transports.rendezvous._GONE_SECONDS", 0.2)
     with pytest.raises(PeerError, match=r"refused; is the launcher, which serves it, gone\?$"):
         connect("127.0.0.1", closed_port(), 1, 600, hosted=True)
 
 
-def test_a_store_that_takes_calls_and_does_not_answer_is_not_waited_for_for_ever() -> None:
+def test_connecting_to_an_unresponsive_store_times_out() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as frozen,
         pytest.raises(PeerTimeoutError, match=r"in 1\.?\d* s: the port accepts connections, but"),
@@ -103,7 +103,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def frozen_store() -> Iterator[Any]:
-    """Return a store of a process that answered when it was called, and does not any more."""
+    """Return a store whose server answered at first, and is now stopped."""
     with subprocess.Popen(
         [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
@@ -117,13 +117,13 @@ def frozen_store() -> Iterator[Any]:
         server.kill()
 
 
-def test_ranks_that_meet_where_nobody_answers_any_more_do_not_wait_for_ever(frozen_store) -> None:
-    said = r"rank 1 of 2 has waited [\d.]+ s at the start for .* no longer answers: start"
-    with pytest.raises(PeerTimeoutError, match=said):
+def test_joining_at_an_unresponsive_store_times_out(frozen_store) -> None:
+    text = r"rank 1 of 2 has waited [\d.]+ s at the start for .* no longer answers: start"
+    with pytest.raises(PeerTimeoutError, match=text):
         join_at(frozen_store, 1, 2, 30.0, 0.5)
 
 
-def test_nor_does_who_counts_there(frozen_store, monkeypatch) -> None:
+def test_counting_at_an_unresponsive_store_raises_an_error(frozen_store, monkeypatch) -> None:
     _, stream = local_world(2, timeout_seconds=1.0)
     counter = StoreCounter(frozen_store, "number", stream)
     with pytest.raises(PeerTimeoutError, match=r"rank 1 has waited \d+ s for the store where"):
@@ -134,7 +134,7 @@ def test_nor_does_who_counts_there(frozen_store, monkeypatch) -> None:
         counter.add(1)
 
 
-def test_messages_are_the_hosts_whatever_the_default_device(
+def test_messages_are_on_the_host_for_any_default_device(
     in_world: Callable[..., object],
 ) -> None:
     def program(transport: Transport) -> list[int]:
@@ -145,7 +145,7 @@ def test_messages_are_the_hosts_whatever_the_default_device(
     assert in_world("torch.distributed", 2, program) == [[0, 1]] * 2
 
 
-def test_a_process_ends_also_where_nobody_reads_its_output(monkeypatch):
+def test_end_process_exits_with_a_broken_output_pipe(monkeypatch):
     class Gone:
         def flush(self) -> None:
             raise BrokenPipeError

@@ -11,25 +11,25 @@ from tests.collectives.transports.kinds import MESSAGE, every_kind
 
 
 @pytest.mark.parametrize("ranks", [[0, 0, 1], [0, 3], [-1, 0]])
-def test_a_subset_is_of_distinct_ranks_of_the_transport(ranks: list[int]) -> None:
+def test_subset_with_duplicate_or_unknown_ranks_is_refused(ranks: list[int]) -> None:
     world = local_world(3)
     with pytest.raises(ValueError, match=rf"distinct ranks of 0..2, got \{ranks} on rank 0"):
         world[0].subset(ranks)
 
 
-def test_only_members_make_a_subset() -> None:
+def test_subset_made_by_a_rank_outside_it_is_refused() -> None:
     world = local_world(3)
     with pytest.raises(ValueError, match=r"rank 2 is not in \[0, 1\]"):
         world[2].subset([0, 1])
 
 
 @pytest.mark.parametrize("number", [-1, 1024])
-def test_a_channel_has_a_number_within_bounds(number: int) -> None:
+def test_channel_number_out_of_bounds_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match=rf"channel must lie in 0..1023, got {number}"):
         local_world(1)[0].channel(number)
 
 
-def test_streams_whose_tags_collide_are_refused_and_named(monkeypatch) -> None:
+def test_streams_with_colliding_tags_are_refused(monkeypatch) -> None:
     # Tags so few that the hash leaves one for all subsets.
     monkeypatch.setattr(LocalTransport, "tag_limit", 1026)
     (transport,) = local_world(1)
@@ -39,7 +39,7 @@ def test_streams_whose_tags_collide_are_refused_and_named(monkeypatch) -> None:
     assert transport.channel(3).tag != transport.channel(4).tag
 
 
-def test_a_view_counts_its_operations_and_within_its_parents_is_a_part_of_that() -> None:
+def test_view_counts_its_operations_and_those_of_its_parent() -> None:
     (transport,) = local_world(1)
     channel = transport.channel(3)
     for number in range(1, 6):
@@ -70,9 +70,7 @@ def test_errors_of_a_view_name_world_ranks() -> None:
 
 
 @every_kind
-def test_a_rank_that_left_in_an_operation_of_a_view_is_missed_by_its_members(
-    in_world, kind: str
-) -> None:
+def test_members_name_a_rank_that_left_in_an_operation_of_a_view(in_world, kind: str) -> None:
     def program(transport: Transport) -> None:
         if transport.rank == 3:
             transport.leave("it is no member")
@@ -91,7 +89,7 @@ def test_a_rank_that_left_in_an_operation_of_a_view_is_missed_by_its_members(
     in_world(kind, 4, program, 30)
 
 
-def test_a_rank_that_completed_the_operation_of_a_view_is_not_missed_in_it() -> None:
+def test_rank_that_completed_a_views_operation_is_not_missed_in_it() -> None:
     world = local_world(3, timeout_seconds=0.1)
     views = [transport.channel(1) for transport in world]
     with views[2].operation("bucket 0"):
@@ -104,7 +102,7 @@ def test_a_rank_that_completed_the_operation_of_a_view_is_not_missed_in_it() -> 
         views[0].receive(1)
 
 
-def test_who_is_missed_in_an_operation_is_missed_in_the_views_used_for_it() -> None:
+def test_view_raises_for_a_rank_missed_in_its_parents_operation() -> None:
     world = local_world(3, timeout_seconds=30)
     world[2].announce_departure("enough")
     view = world[0].channel(1).subset([0, 1])
@@ -113,7 +111,7 @@ def test_who_is_missed_in_an_operation_is_missed_in_the_views_used_for_it() -> N
         view.receive(1)
 
 
-def test_who_waits_in_a_view_names_the_first_that_left_not_its_peer() -> None:
+def test_rank_waiting_in_a_view_names_the_first_departed_rank() -> None:
     world = local_world(3, timeout_seconds=30)
     with world[0].operation("step 0"), world[1].operation("step 0"):
         world[2].announce_departure("enough")

@@ -46,15 +46,13 @@ def bound_bits(density: float) -> float:
 
 @pytest.mark.parametrize("density", [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1])
 @pytest.mark.parametrize("count", [2500, 40_000])
-def test_packed_is_within_a_tenth_of_the_entropy_bound_header_included(
-    density: float, count: int
-) -> None:
+def test_packed_indices_are_within_a_tenth_of_the_entropy_bound(density: float, count: int) -> None:
     indices = uniform(count, round(count / density))
     bits = 8 * (HEADER_BYTES + size_bytes(INDEX_CODES["packed"], indices, round(count / density)))
     assert bits / count <= 1.1 * bound_bits(density)
 
 
-def test_packed_takes_less_where_selections_cluster() -> None:
+def test_packed_indices_take_less_when_clustered() -> None:
     # Layers of the densities 0.3, 0.01 and 0.0003, as many entries of each, in stretches.
     random = np.random.default_rng(5)
     gaps = [random.geometric(d, 500) for _ in range(10) for d in (0.3, 0.01, 0.0003)]
@@ -66,13 +64,13 @@ def test_packed_takes_less_where_selections_cluster() -> None:
 
 
 @pytest.mark.parametrize(("density", "bits"), [(1e-2, 16.1), (1e-3, 16.3), (1e-4, 17.4)])
-def test_blocks_take_about_sixteen_bits(density: float, bits: float) -> None:
+def test_blocks_indices_take_about_sixteen_bits(density: float, bits: float) -> None:
     length = 20_000_000
     indices = uniform(round(length * density), length)
     assert 8 * size_bytes(INDEX_CODES["blocks"], indices, length) / indices.size <= bits
 
 
-def test_empty_stretches_cost_a_few_bytes() -> None:
+def test_long_empty_stretches_cost_a_few_bytes() -> None:
     indices = np.array([5, 2**40 - 1])
     assert size_bytes(INDEX_CODES["blocks"], indices, 2**40) <= 2 * 2 + 2 + 5
     assert size_bytes(INDEX_CODES["packed"], indices, 2**40) <= 32
@@ -85,7 +83,7 @@ def test_empty_stretches_cost_a_few_bytes() -> None:
     [[], [0], [-1], [0, -1], range(1000), range(-1000, 0), range(0, 60_000, 300)],
     ids=["none", "first", "last", "both ends", "first 1000", "last 1000", "one block"],
 )
-def test_lists_at_the_borders_come_back(name: str, length: int, offsets: list[int]) -> None:
+def test_indices_at_borders_round_trip(name: str, length: int, offsets: list[int]) -> None:
     indices = np.array([offset % length for offset in offsets], np.int64)
     code = INDEX_CODES[name]
     assert size_bytes(code, indices, length) <= 8 * len(offsets) + 32
@@ -93,14 +91,14 @@ def test_lists_at_the_borders_come_back(name: str, length: int, offsets: list[in
 
 @every_code
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 65535, 65536, 65537, 200_000])
-def test_every_index_there_is_comes_back(name: str, count: int) -> None:
+def test_full_index_lists_round_trip(name: str, count: int) -> None:
     size = size_bytes(INDEX_CODES[name], np.arange(count), count)
     if name == "packed":
         assert size <= count * (1 + 8 / 64) / 8 + 24  # a bit, and a group's width
 
 
 @every_code
-def test_no_list_takes_much_more_than_raw(name: str) -> None:
+def test_index_codes_take_little_more_than_raw(name: str) -> None:
     random = np.random.default_rng(6)
     for length in (10**9, 2**31 - 1, 2**40):
         for size in (1, 2, 100):
@@ -111,7 +109,7 @@ def test_no_list_takes_much_more_than_raw(name: str) -> None:
             assert size_bytes(INDEX_CODES[name], indices, length) <= 1.4 * raw + 32
 
 
-def test_no_indices_travel_where_every_element_is_an_entry() -> None:
+def test_whole_format_sends_no_indices() -> None:
     values = np.linspace(-1, 1, 300, dtype=np.float32)
     vector = SparseVector(np.arange(300, dtype=np.int32), values, 300)
     format = Format(WHOLE, "exact")
@@ -122,7 +120,7 @@ def test_no_indices_travel_where_every_element_is_an_entry() -> None:
     assert seen.values.tolist() == values.tolist()
 
 
-def test_other_than_every_element_is_refused_where_no_indices_travel() -> None:
+def test_whole_format_refuses_vectors_with_missing_entries() -> None:
     code = ALL_INDEX_CODES[WHOLE]
     with pytest.raises(ValueError, match="all 5 elements must be entries, got 3"):
         code.pack(np.arange(3, dtype=np.int32), 5, np.empty(0, np.uint8))
@@ -130,7 +128,7 @@ def test_other_than_every_element_is_refused_where_no_indices_travel() -> None:
         code.unpack(np.empty(0, np.uint8), 3, 5)
 
 
-def test_numbers_stay_what_they_were() -> None:
+def test_code_numbers_are_unchanged() -> None:
     # If a code's number changed, ranks of different versions would misread each other.
     assert [*INDEX_CODES] == ["raw", "blocks", "packed"]
     assert [*VALUE_CODES] == ["exact", "bf16", "fp16", "int8", "int4", "int3", "int2"]
@@ -139,7 +137,7 @@ def test_numbers_stay_what_they_were() -> None:
     assert numbered(3, 5) == Format(WHOLE, "int3")
 
 
-def test_a_number_without_a_code_is_an_error() -> None:
+def test_unknown_code_number_is_refused() -> None:
     with pytest.raises(
         ValueError,
         match="codes have the numbers 4 and 0; this rank has 4 index codes and 7 value codes",
@@ -157,10 +155,10 @@ def test_a_number_without_a_code_is_an_error() -> None:
         ),
     ],
 )
-def test_an_unknown_code_is_an_error_that_names_the_known_ones(format: Format, text: str) -> None:
+def test_unknown_code_name_is_refused_with_the_known_ones(format: Format, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         check_format(format)
 
 
-def test_a_known_format_passes() -> None:
+def test_check_format_returns_a_known_format() -> None:
     assert check_format(Format("packed", "bf16")) == Format("packed", "bf16")

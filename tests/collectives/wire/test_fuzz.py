@@ -23,12 +23,14 @@ def fuzz(*arguments: str) -> str:
     return job.stdout
 
 
-def test_mutated_messages_are_refused_or_say_the_same_to_both_kernels() -> None:
+def test_mutated_messages_are_refused_or_decoded_alike_by_both_kernels() -> None:
     printed = fuzz("--messages", "6000")
     assert "6,000  messages, none crashed, hung or changed unnoticed" in printed
     for reached in ("checksum", "strictly increasing", "quotients", "blocks", "(accepted)"):
         assert reached in printed
 
 
-def test_the_sanitizers_find_nothing(sanitized: Callable[..., str]) -> None:
+def test_sanitizers_find_no_error_in_decoding_mutated_messages(
+    sanitized: Callable[..., str],
+) -> None:
     assert "1,000  messages, none crashed" in sanitized("fuzz_wire.py", "--messages", "1000")

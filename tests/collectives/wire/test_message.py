@@ -107,7 +107,7 @@ LIKE = entries([1, 4, 9], [1, -2, 3], 10)
 # ---- the layout
 
 
-def test_the_bytes_are_those_of_the_picture() -> None:
+def test_message_bytes_are_as_drawn() -> None:
     vector = entries([1, 4], [2.5, -1.0], 7)
     assert sent(vector).tobytes() == by_hand([1, 4], [2.5, -1.0], 7).tobytes()
     with_all = by_hand([1, 4], [2.5, -1.0], 7, k=9, extra=EXTRA.tobytes(), refused_by=3, number=8)
@@ -121,13 +121,13 @@ def test_the_bytes_are_those_of_the_picture() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 100])
-def test_an_entry_takes_eight_bytes_behind_a_header_of_64(count: int) -> None:
+def test_entry_takes_eight_bytes_after_a_header_of_64(count: int) -> None:
     vector = SparseVector.from_dense(np.ones(count, np.float32))
     assert sent(vector).size == 64 + 8 * count
     assert HEADER_BYTES == 64
 
 
-# ---- there and back
+# ---- round trips
 
 
 @pytest.mark.parametrize("extra", [None, NO_EXTRA, EXTRA], ids=["none", "empty", "three bytes"])
@@ -144,7 +144,7 @@ def test_an_entry_takes_eight_bytes_behind_a_header_of_64(count: int) -> None:
         ([2**24, 2**24 + 1, 2**40], 2**41),
     ],
 )
-def test_there_and_back_is_the_same_to_the_bit(
+def test_message_round_trips_to_the_bit(
     indices: list[int], length: int, dtype: type, extra: np.ndarray | None
 ) -> None:
     values = [-0.0, 5e-324, np.pi, 1e38][: len(indices)]
@@ -159,7 +159,7 @@ def test_there_and_back_is_the_same_to_the_bit(
     assert decoded.refused_by == 5
 
 
-def test_a_message_may_lie_anywhere_in_memory() -> None:
+def test_message_is_decoded_at_any_alignment() -> None:
     vector = entries([0, 2, 4], [1, 2, 3], 5, np.float64)
     buffer = np.empty(200, np.uint8)
     message = sent(vector, EXTRA)
@@ -172,7 +172,7 @@ def test_a_message_may_lie_anywhere_in_memory() -> None:
         assert refused_by == NOBODY
 
 
-def test_vectors_that_are_views_with_strides_can_be_sent() -> None:
+def test_strided_vectors_are_encoded() -> None:
     indices, values = np.arange(10, dtype=np.int32), np.arange(10, dtype=np.float32)
     vector = SparseVector(indices[1::2], values[1::2], 10)
     decoded = decode(sent(vector), vector, K, 0).vector
@@ -180,7 +180,7 @@ def test_vectors_that_are_views_with_strides_can_be_sent() -> None:
     assert decoded.values.tolist() == [1, 3, 5, 7, 9]
 
 
-def test_sending_changes_nothing() -> None:
+def test_encoding_and_decoding_change_no_argument() -> None:
     vector = entries([0, 2], [1, 2], 5)
     extra = EXTRA.copy()
     for array in (vector.indices, vector.values, extra):
@@ -209,7 +209,7 @@ def vectors(draw: st.DrawFn) -> SparseVector:
 @every_format
 @settings(max_examples=60)
 @given(vector=vectors(), extra=st.binary(max_size=9), spare=st.integers(0, 3))
-def test_a_receiver_sees_what_the_sender_was_told(
+def test_decoded_vector_equals_the_vector_that_encode_returned(
     format: Format, vector: SparseVector, extra: bytes, spare: int
 ) -> None:
     behind = np.frombuffer(extra, np.uint8)
@@ -226,7 +226,7 @@ def test_a_receiver_sees_what_the_sender_was_told(
 
 
 @every_format
-def test_entries_shrink_to_what_their_codes_promise(format: Format) -> None:
+def test_entries_take_at_most_the_bytes_their_codes_promise(format: Format) -> None:
     count, length = 25_600, 25_600_000
     random = np.random.default_rng(1)
     indices = np.sort(random.choice(length, count, replace=False))
@@ -240,16 +240,16 @@ def test_entries_shrink_to_what_their_codes_promise(format: Format) -> None:
 
 
 @every_format
-def test_a_message_without_entries_is_a_header(format: Format) -> None:
+def test_message_without_entries_is_only_a_header(format: Format) -> None:
     for length in (0, 10, 2**40):
-        nothing = SparseVector.empty(length)
-        message = encode(nothing, 5, format).message
+        empty = SparseVector.empty(length)
+        message = encode(empty, 5, format).message
         assert message.size == HEADER_BYTES
-        assert same(decode(message, nothing, 5, 0, format).vector, nothing)
+        assert same(decode(message, empty, 5, 0, format).vector, empty)
 
 
 @every_format
-def test_parts_that_can_be_views_are_aligned_views(format: Format) -> None:
+def test_decoded_raw_and_exact_parts_are_aligned_views(format: Format) -> None:
     for dtype in (np.float32, np.float64):
         vector = entries([0, 2, 70000], [1, 2, 3], 2**20, dtype)
         message = encode(vector, K, format).message
@@ -261,7 +261,7 @@ def test_parts_that_can_be_views_are_aligned_views(format: Format) -> None:
 
 
 @pytest.mark.parametrize("theirs", FORMATS, ids="/".join)
-def test_ranks_with_different_formats_are_told_both(theirs: Format) -> None:
+def test_different_formats_raise_error_that_quotes_both(theirs: Format) -> None:
     message = encode(LIKE, K, theirs).message
     for ours in FORMATS:
         if ours == theirs:
@@ -273,7 +273,7 @@ def test_ranks_with_different_formats_are_told_both(theirs: Format) -> None:
 
 
 @every_format
-def test_in_every_format_no_change_of_a_bit_goes_unnoticed(format: Format) -> None:
+def test_every_flipped_bit_is_detected_in_every_format(format: Format) -> None:
     message = encode(LIKE, K, format).message
     for at in range(8 * message.size):
         damaged = message.copy()
@@ -282,11 +282,11 @@ def test_in_every_format_no_change_of_a_bit_goes_unnoticed(format: Format) -> No
             decode(damaged, LIKE, K, 5, format)
 
 
-# ---- of which operation it is
+# ---- the operation's number
 
 
 @pytest.mark.parametrize("number", [0, 1, 65_535, 65_536, 10**9])
-def test_a_message_counts_in_its_operation_alone(number: int) -> None:
+def test_message_of_another_operations_number_is_refused(number: int) -> None:
     message = encode(LIKE, K, number=number).message
     assert same(decode(message, LIKE, K, 2, number=number).vector, LIKE)
     for other in (number + 1, number + 65_535):
@@ -295,7 +295,7 @@ def test_a_message_counts_in_its_operation_alone(number: int) -> None:
             decode(message, LIKE, K, 2, number=other)
 
 
-# ---- what is malformed
+# ---- malformed messages
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_a_message_counts_in_its_operation_alone(number: int) -> None:
         (by_hand([1], [1], 10, refused_by=-2), "refusing rank is -2"),
         (by_hand([1], [1], 10, exponent=1), "exponent is 1"),
         (by_hand([1], [1], 10, number=7), "operation's number is 7 where this rank's is 0; it"),
-        (by_hand([1], [1], 11, number=7), "operation's number is 7"),  # which explains the rest
+        (by_hand([1], [1], 11, number=7), "operation's number is 7"),  # reported first
         (by_hand([1], [1], 10, count=-1), "announces -1 entries of a vector of 10"),
         (by_hand([1], [1], 10, count=11), "announces 11 entries of a vector of 10"),
         (
@@ -334,7 +334,7 @@ def test_a_message_counts_in_its_operation_alone(number: int) -> None:
         (by_hand([-1, 1], [1, 1], 10), "strictly increasing, in 0..9"),
     ],
 )
-def test_a_malformed_message_is_an_error_that_names_the_sender(
+def test_malformed_message_raises_error_that_names_its_sender(
     message: np.ndarray, text: str
 ) -> None:
     with pytest.raises(MessageError) as caught:
@@ -352,7 +352,7 @@ def test_a_malformed_message_is_an_error_that_names_the_sender(
         (EXTRA, 4, "behind the values is 3 where this rank's is 4"),
     ],
 )
-def test_extra_bytes_that_are_missing_or_too_many_are_an_error(
+def test_missing_or_surplus_extra_bytes_raise_an_error(
     extra: np.ndarray | None, expected: int, text: str
 ) -> None:
     with pytest.raises(MessageError, match=f"from rank 2 is malformed.*{text}"):
@@ -374,7 +374,7 @@ def refused_or_same(message: np.ndarray, original: SparseVector, extra: np.ndarr
 
 @pytest.mark.parametrize("extra", [None, NO_EXTRA, EXTRA], ids=["none", "empty", "three bytes"])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_no_change_of_a_byte_goes_unnoticed(count: int, extra: np.ndarray | None) -> None:
+def test_every_changed_byte_is_detected(count: int, extra: np.ndarray | None) -> None:
     vector = LIKE.where(np.arange(3) < count)
     message = sent(vector, extra)
     for at in range(message.size):
@@ -386,7 +386,7 @@ def test_no_change_of_a_byte_goes_unnoticed(count: int, extra: np.ndarray | None
 
 
 @pytest.mark.parametrize("extra", [None, EXTRA], ids=["none", "three bytes"])
-def test_no_lost_or_added_byte_goes_unnoticed(extra: np.ndarray | None) -> None:
+def test_every_lost_or_added_byte_is_detected(extra: np.ndarray | None) -> None:
     message = sent(LIKE, extra)
     for size in range(message.size):
         assert refused_or_same(message[:size], LIKE, extra)
@@ -416,7 +416,7 @@ small = st.integers(-2, 12)
     st.sampled_from("efd"),
     st.binary(max_size=3),
 )
-def test_whatever_a_message_says_with_a_right_checksum_is_a_vector_or_an_error(
+def test_message_with_a_valid_checksum_decodes_to_a_vector_or_is_refused(
     indices: list[int], surplus: int, length: int, index: str, value: str, extra: bytes
 ) -> None:
     message = by_hand(
@@ -438,20 +438,22 @@ def test_whatever_a_message_says_with_a_right_checksum_is_a_vector_or_an_error(
     assert set(indices) <= set(range(10))
 
 
-def test_a_gpus_message_for_a_vector_on_the_host_is_refused_with_the_way_out() -> None:
-    """As when ranks over NCCL pass vectors in different places."""
-    elsewhere: Any = object()  # not a NumPy array
-    here = entries([1], [1.0], 5)
-    there = here._replace(values=elsewhere)
-    for message, like, said in (
-        (elsewhere, here, "from a GPU, but this rank's vector is on the host"),
-        (sent(here), there, "from the host, but this rank's vector is on a GPU"),
+def test_gpu_message_for_a_host_vector_is_refused_and_vice_versa() -> None:
+    """Ranks over NCCL may pass vectors in different places."""
+    gpu_array: Any = object()  # not a NumPy array
+    on_host = entries([1], [1.0], 5)
+    on_gpu = on_host._replace(values=gpu_array)
+    for message, like, problem in (
+        (gpu_array, on_host, "from a GPU, but this rank's vector is on the host"),
+        (sent(on_host), on_gpu, "from the host, but this rank's vector is on a GPU"),
     ):
-        with pytest.raises(MessageError, match=f"rank 1 is malformed: it comes {said}; over NCCL"):
+        with pytest.raises(
+            MessageError, match=f"rank 1 is malformed: it comes {problem}; over NCCL"
+        ):
             decode(message, like, K, sender=1)
 
 
-def test_messages_written_and_read_are_counted_with_their_seconds(monkeypatch) -> None:
+def test_encoded_and_decoded_messages_are_counted_with_their_seconds(monkeypatch) -> None:
     clock = itertools.count(100.0, 0.25)  # each call is a quarter of a second later
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     vector, begun = entries([1, 5], [2.0, -3.0], 9), coded()

@@ -1,4 +1,4 @@
-"""Compile every kernel for every architecture without a GPU, and tell what each one takes.
+"""Compile every kernel for every architecture without a GPU, and report its registers.
 
 python tests/collectives/kernels/device/compile_kernels.py [architecture ...]
 """
@@ -28,8 +28,8 @@ FLUSHING: Final = "-ftz=true"
 OF_CUPY: Final = (FLUSHING, "--device-as-default-execution-space")
 
 
-class Taken(NamedTuple):
-    """What one kernel takes on one architecture."""
+class Resources(NamedTuple):
+    """The registers and spilled bytes of one kernel on one architecture."""
 
     kernel: str
     registers: int
@@ -78,21 +78,21 @@ def instances() -> list[str]:
     return sorted([*names, "checksum"])
 
 
-def nvcc(architecture: int) -> list[Taken]:
-    """Compile all kernels at once, and read the assembler's account of them."""
-    _, account = _compile_all(architecture, "-cubin", "-Xptxas", "-v")
-    taken = re.findall(
+def nvcc(architecture: int) -> list[Resources]:
+    """Compile all kernels at once; return what the assembler reports of each."""
+    _, assembler_report = _compile_all(architecture, "-cubin", "-Xptxas", "-v")
+    resources = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
-        account,
+        assembler_report,
         re.DOTALL,
     )
     filt = subprocess.run(
-        ["c++filt"], input="\n".join(name for name, *_ in taken), capture_output=True, text=True
+        ["c++filt"], input="\n".join(name for name, *_ in resources), capture_output=True, text=True
     )
     readable = filt.stdout.split("\n")
     return [
-        Taken(re.sub(r"^void |\(.*", "", name), int(registers), int(spilled))
-        for name, (_, spilled, registers) in zip(readable, taken, strict=True)
+        Resources(re.sub(r"^void |\(.*", "", name), int(registers), int(spilled))
+        for name, (_, spilled, registers) in zip(readable, resources, strict=True)
     ]
 
 
@@ -102,7 +102,7 @@ def ptx(architecture: int) -> str:
 
 
 def _compile_all(architecture: int, *options: str) -> tuple[bytes, str]:
-    """Return what nvcc writes, and what it says."""
+    """Return nvcc's output file and its messages."""
     # A kernel whose address is taken is instantiated.
     lines = [f'#include "{file}"' for file in sorted(set(FILES.values()))]
     lines += ["void* kernels[] = {", *(f"  (void*){name}," for name in instances()), "};"]
@@ -159,7 +159,7 @@ def nvrtc_library() -> Path | None:
 
 
 def available() -> dict[str, object]:
-    """Return the compilers that are here, by name."""
+    """Return the installed compilers, by name."""
     compilers: dict[str, object] = {}
     if shutil.which("nvcc"):
         compilers["nvcc"] = nvcc
@@ -171,7 +171,7 @@ def available() -> dict[str, object]:
 def table(architectures: tuple[int, ...]) -> Iterator[str]:
     """Return the registers of each kernel, a column an architecture; + for spilled bytes."""
     columns = {
-        architecture: {taken.kernel: taken for taken in nvcc(architecture)}
+        architecture: {resources.kernel: resources for resources in nvcc(architecture)}
         for architecture in architectures
     }
     yield f"{'registers':42}" + "".join(f"{f'sm_{column}':>8}" for column in columns)

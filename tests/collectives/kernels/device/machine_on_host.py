@@ -54,7 +54,7 @@ def compile_for_host(path: Path, source: str, threads: int) -> None:
     path.with_suffix(".cpp").write_text(source + LAUNCH)
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
     command += ["-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-    # Several libraries of the same names in one process: they must not share their statics.
+    # Libraries with the same names in one process must not share their statics.
     command += ["-fvisibility=hidden", "-fno-gnu-unique", f"-DTHREADS={threads}"]
     command += [f"-I{HERE}", f"-I{FOLDER}"]
     command += ["-o", str(path), str(path.with_suffix(".cpp"))]
@@ -146,13 +146,13 @@ class HostMachine:
         )
         assert error is None, f"{kernel}: {error.decode()}"
         self.launched.append(kernel)
-        self.look_at_red_zones(kernel)
+        self.check_red_zones(kernel)
 
     def fetch(self, array: np.ndarray) -> np.ndarray:
         self.fetched += 1
         return array.copy()
 
-    def look_at_red_zones(self, kernel: str) -> None:
+    def check_red_zones(self, kernel: str) -> None:
         """Fail when something was written beside the memory that was asked for."""
         self._buffers = [buffer for buffer in self._buffers if buffer() is not None]
         for reference in self._buffers:

@@ -20,14 +20,14 @@ from collectives.kernels.device import cuda
 
 
 class OnDevice:
-    """What looks like an array of a GPU."""
+    """Looks like an array of a GPU."""
 
     __cuda_array_interface__: Any = None
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Nothing of CuPy is remembered, before and after."""
+    """Clear all caches of CuPy objects before and after."""
     for cache in (cuda.cupy, cuda._load):
         cache.cache_clear()
     with mock.patch.object(cuda, "_thread_local", SimpleNamespace()):
@@ -37,26 +37,28 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_without_cupy_one_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_raises_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"needs? cupy: pip install cupy-cuda12x"):
         kernels.select(OnDevice(), 1)
 
 
-def test_the_kernels_are_there_before_cupy_is_imported() -> None:
+def test_importing_device_kernels_does_not_import_cupy() -> None:
     program = "import sys, collectives.kernels.device; print('cupy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
 
-def test_numpy_arrays_stay_on_the_host() -> None:
+def test_numpy_arrays_use_host_kernels_and_gpu_arrays_device_kernels() -> None:
     assert kernels._twin(np.empty(1)) is not device
     assert kernels._twin(OnDevice()) is device
 
 
 @pytest.fixture
-def stand_in(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A CuPy of which one can ask what it was asked."""
+def fake_cupy(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for CuPy that records what was compiled and launched."""
     launched: list[Any] = []
     compiled: list[Any] = []
 
@@ -82,20 +84,20 @@ def stand_in(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def on(number: int) -> Any:
-    """Return what has a device as CuPy's arrays have one."""
+    """Return a stand-in for an array of this device."""
     return SimpleNamespace(device=SimpleNamespace(id=number))
 
 
-def test_a_kernel_is_compiled_once_and_launched_as_asked(stand_in: Any) -> None:
+def test_kernel_is_compiled_once_and_launched_with_its_arguments(fake_cupy: Any) -> None:
     machine = cuda.CudaMachine()
     array = np.zeros(3, np.float32)
     for _ in range(2):
         machine.launch("find_nonfinite<float>", 4, array, None, np.uint64(3))
-    ((code, options, names),) = stand_in.compiled
+    ((code, options, names),) = fake_cupy.compiled
     assert "void find_nonfinite(" in code
     assert "--fmad=false" in options
     assert names == ("find_nonfinite<float>",)
-    (name, grid, block, arguments), again = stand_in.launched
+    (name, grid, block, arguments), again = fake_cupy.launched
     assert (name, grid, block) == ("find_nonfinite<float>", (4,), (256,))
     assert arguments[0] is array
     assert arguments[1:] == (0, 3)
@@ -103,17 +105,17 @@ def test_a_kernel_is_compiled_once_and_launched_as_asked(stand_in: Any) -> None:
     assert again[0] == name
 
 
-def test_each_stream_and_each_thread_has_scratch_of_its_own(stand_in: Any) -> None:
+def test_each_stream_has_its_own_scratch(fake_cupy: Any) -> None:
     mine = cuda.scratch(on(0))
     assert cuda.scratch(on(0)) is mine
-    stand_in.stream = 8
+    fake_cupy.stream = 8
     assert cuda.scratch(on(0)) is not mine
-    stand_in.stream = 7
+    fake_cupy.stream = 7
     assert cuda.scratch(on(0)) is mine
 
 
-def test_threads_share_no_scratch() -> None:
-    # The stand-in above replaces the thread's memory; this is the real one.
+def test_scratch_is_thread_local() -> None:
+    # `fake_cupy` replaces the thread's memory; this is the real one.
     cuda._thread_local.seen = True
     others: list[bool] = []
     thread = Thread(target=lambda: others.append(hasattr(cuda._thread_local, "seen")))
@@ -123,7 +125,7 @@ def test_threads_share_no_scratch() -> None:
     assert others == [False]
 
 
-def test_an_array_of_another_gpu_is_refused(stand_in: Any) -> None:
+def test_array_of_another_gpu_is_refused(fake_cupy: Any) -> None:
     with pytest.raises(ValueError, match=r"on GPU 1, but GPU 0 .*with cupy\.cuda\.Device\(1\)"):
         cuda.scratch(on(1))
 
@@ -133,8 +135,8 @@ class OutOfMemoryError(Exception):
 
 
 @pytest.mark.parametrize("kept_by_others", [0, 60, 100])
-def test_a_second_try_finds_the_room_that_the_stream_s_library_made(
-    stand_in: Any, kept_by_others: int
+def test_allocation_is_retried_after_the_streams_library_frees_memory(
+    fake_cupy: Any, kept_by_others: int
 ) -> None:
     allocators, emptied, left = [], [], 100 - kept_by_others
 
@@ -149,7 +151,7 @@ def test_a_second_try_finds_the_room_that_the_stream_s_library_made(
             raise OutOfMemoryError
         return size
 
-    def make_room() -> None:
+    def free_memory() -> None:
         nonlocal left
         left = 100
         emptied.append(True)
@@ -161,7 +163,7 @@ def test_a_second_try_finds_the_room_that_the_stream_s_library_made(
         using_allocator=using_allocator,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
     )
-    with cuda.on_stream(None, 0, make_room):
+    with cuda.on_stream(None, 0, free_memory):
         assert allocators[0](50) == 50
         assert len(emptied) == (kept_by_others > 50)
         with pytest.raises(OutOfMemoryError):
@@ -169,7 +171,7 @@ def test_a_second_try_finds_the_room_that_the_stream_s_library_made(
     assert not allocators
 
 
-def test_another_library_s_stream_is_cupy_s_current_one(stand_in: Any) -> None:
+def test_on_stream_makes_another_librarys_stream_current_in_cupy(fake_cupy: Any) -> None:
     entered: list[int] = []
 
     @contextmanager
@@ -207,7 +209,9 @@ def same(got: SparseVector, expected: SparseVector) -> bool:
 
 
 @pytest.mark.gpu
-def test_the_public_functions_are_the_reference_s(cupy: Any, random: np.random.Generator) -> None:
+def test_public_functions_on_gpu_equal_the_reference(
+    cupy: Any, random: np.random.Generator
+) -> None:
     length, k = 1_000_003, 1000
     residual, velocity = np.zeros((2, length), np.float32)
     held, held_velocity = cupy.zeros(length, np.float32), cupy.zeros(length, np.float32)
@@ -239,7 +243,7 @@ def test_the_public_functions_are_the_reference_s(cupy: Any, random: np.random.G
 
 
 @pytest.mark.gpu
-def test_the_pool_gets_what_torch_has_cached(cupy: Any) -> None:
+def test_cupy_pool_gets_memory_that_torch_has_cached(cupy: Any) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")
@@ -254,7 +258,7 @@ def test_the_pool_gets_what_torch_has_cached(cupy: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_a_vector_of_cupy_is_one_too(cupy: Any) -> None:
+def test_sparse_vector_accepts_cupy_arrays(cupy: Any) -> None:
     dense = cupy.asarray([0, 2, 0, -1], np.float32)
     vector = SparseVector.from_dense(dense)
     assert vector.to_dense().get().tolist() == [0, 2, 0, -1]

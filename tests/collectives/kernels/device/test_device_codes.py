@@ -22,27 +22,27 @@ def expected(message: np.ndarray) -> int:
     return reference.checksum(message[BODY], reference.checksum(message[HEAD]))
 
 
-def test_the_header_is_as_long_as_the_wire_s() -> None:
+def test_device_header_length_equals_the_wires() -> None:
     assert codes.HEAD_BYTES + codes.CHECKSUM_BYTES == HEADER_BYTES
 
 
 @pytest.mark.parametrize("body", [0, 1, 7, 8, 4088, 4095, 4096, 4097, 8192, 40_963])
-def test_a_written_head_has_the_reference_s_checksum(
+def test_written_header_has_the_references_checksum(
     scratch: Scratch, body: int, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
     message = random.integers(0, 256, HEADER_BYTES + body, np.uint8)
     held = machine.put(message)
     codes.write_head(scratch, held, message[HEAD])
-    sealed = machine.fetch(held)
-    assert sealed[HEAD].tolist() == message[HEAD].tolist()
-    assert sealed[BODY].tolist() == message[BODY].tolist()
-    assert int(sealed[codes.HEAD_BYTES : HEADER_BYTES].view(np.uint64)[0]) == expected(message)
+    written = machine.fetch(held)
+    assert written[HEAD].tolist() == message[HEAD].tolist()
+    assert written[BODY].tolist() == message[BODY].tolist()
+    assert int(written[codes.HEAD_BYTES : HEADER_BYTES].view(np.uint64)[0]) == expected(message)
 
 
 @settings(max_examples=20)
 @given(st.binary(min_size=HEADER_BYTES, max_size=300))
-def test_a_message_is_opened_with_one_copy(scratch: Scratch, content: bytes) -> None:
+def test_reading_a_header_takes_one_copy(scratch: Scratch, content: bytes) -> None:
     machine: Any = scratch.machine
     message = np.frombuffer(content, np.uint8)
     before = machine.fetched
@@ -58,7 +58,7 @@ def test_a_message_is_opened_with_one_copy(scratch: Scratch, content: bytes) -> 
     | st.lists(st.integers(0, 9), max_size=6, unique=True).map(sorted),
     st.sampled_from("il"),
 )
-def test_order_is_the_reference_s(scratch: Scratch, indices: list[int], code: str) -> None:
+def test_in_order_equals_the_reference(scratch: Scratch, indices: list[int], code: str) -> None:
     machine: Any = scratch.machine
     array = np.array(indices, code)
     got = codes.in_order(scratch, machine.put(array), 10)

@@ -37,41 +37,47 @@ def check_blocks(scratch: Scratch, indices: np.ndarray, length: int) -> None:
 
 @settings(max_examples=40)
 @given(st.sets(st.integers(0, 399_999) | st.sampled_from(EDGES), max_size=200))
-def test_indices_are_written_as_the_reference_writes_them(scratch: Scratch, held: set[int]) -> None:
+def test_packed_indices_equal_the_reference(scratch: Scratch, held: set[int]) -> None:
     check_blocks(scratch, np.array(sorted(held), np.int32), 400_000)
 
 
 @pytest.mark.parametrize("length", [1, 65_536, 65_537, 131_072])
-def test_a_full_vector_fills_every_block(scratch: Scratch, length: int) -> None:
+def test_packed_indices_of_a_full_vector_equal_the_reference(scratch: Scratch, length: int) -> None:
     check_blocks(scratch, np.arange(length, dtype=np.int32), length)
 
 
-def test_the_last_block_of_the_longest_narrow_vector_is_packed(scratch: Scratch) -> None:
+def test_packed_indices_at_the_end_of_the_longest_int32_vector_equal_reference(
+    scratch: Scratch,
+) -> None:
     length = 2**31 - 1
     check_blocks(scratch, np.array([0, 65_536, length - 2, length - 1], np.int32), length)
 
 
-def test_wide_indices_are_packed_too(scratch: Scratch) -> None:
+def test_packed_int64_indices_equal_the_reference(scratch: Scratch) -> None:
     indices = np.array([5, 2**32 + 7, 2**32 + 70_000], np.int64)
     check_blocks(scratch, indices, 2**32 + 100_000)
 
 
 @settings(max_examples=100)
 @given(st.binary(max_size=60), st.integers(0, 12), st.sampled_from([1, 9, 200_000, 2**40]))
-def test_malformed_counts_are_refused_as_by_the_reference(
+def test_malformed_block_counts_are_refused_as_by_the_reference(
     scratch: Scratch, content: bytes, count: int, length: int
 ) -> None:
     machine: Any = scratch.machine
     data = np.frombuffer(content, np.uint8)
-    expected, used, said = outcome(lambda: reference.unpack_indices(data, count, length, "blocks"))
+    expected, used, expected_error = outcome(
+        lambda: reference.unpack_indices(data, count, length, "blocks")
+    )
     held = machine.put(data)
-    got, taken, ours = outcome(lambda: codes.unpack_indices(scratch, held, count, length, "blocks"))
-    assert (taken, ours) == (used, said)
+    got, taken, got_error = outcome(
+        lambda: codes.unpack_indices(scratch, held, count, length, "blocks")
+    )
+    assert (taken, got_error) == (used, expected_error)
     assert machine.fetch(got).tolist() == expected.tolist()
 
 
 def outcome(unpack: Any) -> tuple[Any, int, str]:
-    """Return the indices and the bytes they took, or nothing, 0 and the error's text."""
+    """Return the indices, their bytes and ""; or no indices, 0 and the error's text."""
     try:
         return *unpack(), ""
     except ValueError as error:
@@ -93,18 +99,18 @@ def values(random: np.random.Generator, dtype: type) -> np.ndarray:
 
 
 SPECIAL = {
-    "as they are": lambda dtype: [],
-    "subnormal all": lambda dtype: None,
-    "the largest": lambda dtype: [np.finfo(dtype).max, -np.finfo(dtype).max],
+    "normal": lambda dtype: [],
+    "all subnormal": lambda dtype: None,
+    "largest": lambda dtype: [np.finfo(dtype).max, -np.finfo(dtype).max],
     "infinite": lambda dtype: [np.inf, -np.inf],
-    "no number": lambda dtype: [np.nan, -np.nan],
+    "nan": lambda dtype: [np.nan, -np.nan],
 }
 
 
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("code", codes.NARROW)
-def test_values_are_rounded_and_widened_as_the_reference_does(
+def test_values_round_and_widen_to_16_bits_as_in_the_reference(
     scratch: Scratch, code: str, dtype: type, special: str, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -125,7 +131,7 @@ def test_values_are_rounded_and_widened_as_the_reference_does(
 
 @pytest.mark.parametrize("exponent", [0, -90, 113])
 @pytest.mark.parametrize("code", codes.NARROW)
-def test_every_16_bits_are_read_as_the_reference_reads_them(
+def test_all_16_bit_values_decode_as_in_the_reference(
     scratch: Scratch, code: str, exponent: int
 ) -> None:
     machine: Any = scratch.machine
@@ -139,7 +145,7 @@ def test_every_16_bits_are_read_as_the_reference_reads_them(
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("code", BITS)
-def test_values_of_few_bits_are_those_of_the_reference(
+def test_values_of_few_bits_encode_and_decode_as_in_the_reference(
     scratch: Scratch, code: str, dtype: type, special: str, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -160,7 +166,7 @@ def test_values_of_few_bits_are_those_of_the_reference(
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 255, 256, 257, 1001])
 @pytest.mark.parametrize("code", BITS)
-def test_any_bytes_are_read_as_few_bits_as_the_reference_reads_them(
+def test_any_bytes_decode_as_few_bits_as_in_the_reference(
     scratch: Scratch, code: str, count: int, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -174,10 +180,10 @@ def test_any_bytes_are_read_as_few_bits_as_the_reference_reads_them(
 
 
 @pytest.mark.parametrize("code", codes.NARROW)
-def test_an_empty_list_takes_no_bytes(scratch: Scratch, code: str) -> None:
+def test_empty_list_takes_no_bytes(scratch: Scratch, code: str) -> None:
     machine: Any = scratch.machine
     check_blocks(scratch, np.empty(0, np.int32), 70_000)
-    nothing, out = np.empty(0, np.float32), np.empty(0, np.uint8)
-    exponent = codes.pack_values(scratch, machine.put(nothing), machine.put(out), code)
-    assert exponent == reference.pack_values(nothing, out, code)
+    no_values, out = np.empty(0, np.float32), np.empty(0, np.uint8)
+    exponent = codes.pack_values(scratch, machine.put(no_values), machine.put(out), code)
+    assert exponent == reference.pack_values(no_values, out, code)
     assert codes.unpack_values(scratch, out, 0, exponent, np.dtype("f"), code).size == 0

@@ -19,7 +19,7 @@ by_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
 @settings(max_examples=40)
 @given(st.sets(st.integers(0, 300)), st.sets(st.integers(0, 300)), st.sampled_from("il"))
-def test_containment_is_that_of_sets(
+def test_contains_equals_set_membership(
     scratch: Scratch, held: set[int], wanted: set[int], code: str
 ) -> None:
     machine: Any = scratch.machine
@@ -31,7 +31,7 @@ def test_containment_is_that_of_sets(
 
 @pytest.mark.parametrize("count", [0, 1, 5000])
 @by_dtype
-def test_entries_are_added_and_cleared(
+def test_add_at_and_clear_at_equal_the_reference(
     scratch: Scratch, count: int, dtype: type, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -50,7 +50,7 @@ def test_entries_are_added_and_cleared(
 
 
 @pytest.mark.parametrize("element", [np.float32, np.float64, np.float16, np.uint16])
-def test_entries_are_put_into_many_arrays(
+def test_put_at_writes_entries_of_many_arrays_as_on_the_host(
     scratch: Scratch, element: type, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -69,7 +69,7 @@ def test_entries_are_put_into_many_arrays(
 
 
 @pytest.mark.parametrize(("form", "infinity"), [(np.float16, 0x7C00), (np.uint16, 0x7F80)])
-def test_16_bit_floats_are_finite_except_infinities_and_nan(
+def test_all_finite_detects_non_finite_16_bit_floats(
     scratch: Scratch, form: type, infinity: int
 ) -> None:
     machine: Any = scratch.machine
@@ -81,7 +81,9 @@ def test_16_bit_floats_are_finite_except_infinities_and_nan(
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 700, 20_001])
 @by_dtype
-def test_one_bad_number_anywhere_is_found(scratch: Scratch, size: int, dtype: type) -> None:
+def test_all_finite_detects_one_non_finite_value_anywhere(
+    scratch: Scratch, size: int, dtype: type
+) -> None:
     machine: Any = scratch.machine
     array = np.full(size, np.finfo(dtype).max, dtype)
     assert entries.all_finite(scratch, machine.put(array))
@@ -94,7 +96,7 @@ def test_one_bad_number_anywhere_is_found(scratch: Scratch, size: int, dtype: ty
 
 @pytest.mark.parametrize("size", [0, 1, 15, 17, 65_535, 65_537, 400_000])
 @by_dtype
-def test_the_squared_norm_is_the_reference_s_to_the_bit(
+def test_squared_norm_equals_the_reference_to_the_bit(
     scratch: Scratch, size: int, dtype: type, random: np.random.Generator
 ) -> None:
     array = random.standard_normal(size).astype(dtype)
@@ -103,7 +105,7 @@ def test_the_squared_norm_is_the_reference_s_to_the_bit(
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_many_arrays_are_squared_in_one_launch(
+def test_squared_norms_of_many_arrays_take_one_copy_to_the_host(
     scratch: Scratch, dtype: type, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -116,7 +118,7 @@ def test_many_arrays_are_squared_in_one_launch(
     assert entries.squared_norms(scratch, [machine.put(arrays[0])] * 2) == [0.0, 0.0]
 
 
-def test_subnormal_numbers_are_added_and_squared(scratch: Scratch) -> None:
+def test_subnormal_numbers_are_not_flushed_to_zero(scratch: Scratch) -> None:
     machine: Any = scratch.machine
     tiny = np.finfo(np.float32).smallest_subnormal
     dense = np.full(100, tiny)

@@ -62,10 +62,10 @@ std::map<std::string, host::Entry> host::kernels = {
 
 
 @pytest.fixture(scope="module")
-def small(beside: Any, on_host: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def machine_with(beside: Any, on_host: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that makes a machine with the kernels above."""
     module = beside("machine_on_host")
-    path: Path = tmp_path_factory.mktemp("small") / "small.so"
+    path: Path = tmp_path_factory.mktemp("kernels") / "kernels.so"
     module.compile_for_host(path, KERNELS, threads=64)
     library = module.loaded(path)
     return lambda seed=0: module.HostMachine(library, 64, 4, seed)
@@ -76,8 +76,8 @@ def values(machine: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_threads_of_a_block_meet_and_lanes_of_a_warp_vote(small: Any, seed: int) -> None:
-    machine = small(seed)
+def test_barriers_votes_shuffles_and_atomics_work(machine_with: Any, seed: int) -> None:
+    machine = machine_with(seed)
     turned = values(machine)
     machine.launch("turn", 1, turned)
     assert turned.tolist() == list(range(63, -1, -1))
@@ -93,10 +93,10 @@ def test_threads_of_a_block_meet_and_lanes_of_a_warp_vote(small: Any, seed: int)
     assert total.tolist() == [256]
 
 
-def test_a_missing_barrier_gives_another_result_in_another_order(small: Any) -> None:
+def test_missing_barrier_gives_different_results_in_different_orders(machine_with: Any) -> None:
     results = set()
     for seed in range(5):
-        machine = small(seed)
+        machine = machine_with(seed)
         turned = values(machine)
         machine.launch("turn without a barrier", 1, turned)
         results.add(tuple(turned.tolist()))
@@ -112,24 +112,26 @@ def test_a_missing_barrier_gives_another_result_in_another_order(small: Any) -> 
         ("missing", "there is no such kernel"),
     ],
 )
-def test_a_fault_ends_the_launch_with_a_sentence(small: Any, kernel: str, message: str) -> None:
+def test_faulty_kernel_fails_its_launch_with_a_message(
+    machine_with: Any, kernel: str, message: str
+) -> None:
     for seed in (0, 1):
         with pytest.raises(AssertionError, match=message):
-            small(seed).launch(kernel, 1)
+            machine_with(seed).launch(kernel, 1)
 
 
-def test_arguments_of_another_size_are_refused(small: Any) -> None:
+def test_arguments_of_the_wrong_size_are_refused(machine_with: Any) -> None:
     for arguments in [(), (np.uint32(1),), (np.uint64(0), np.uint64(0))]:
         with pytest.raises(AssertionError, match="number or sizes are not the kernel's"):
-            small().launch("turn", 1, *arguments)
+            machine_with().launch("turn", 1, *arguments)
 
 
-def test_a_write_beside_the_memory_is_noticed(small: Any) -> None:
-    machine = small()
+def test_write_beside_the_memory_is_detected(machine_with: Any) -> None:
+    machine = machine_with()
     held = values(machine)
     with pytest.raises(AssertionError, match="write_beside wrote beside its memory"):
         machine.launch("write_beside", 1, held)
 
 
-def test_memory_begins_as_garbage(small: Any) -> None:
-    assert small().empty(3, np.uint8).tolist() == [0xCD] * 3
+def test_new_memory_is_filled_with_garbage(machine_with: Any) -> None:
+    assert machine_with().empty(3, np.uint8).tolist() == [0xCD] * 3

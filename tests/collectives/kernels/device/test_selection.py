@@ -24,7 +24,7 @@ thresholds = st.floats(0, 3) | st.sampled_from([np.inf, np.nan, -1.0, 1e-320, 1e
 
 
 def keys(dense: np.ndarray) -> np.ndarray:
-    """Return the bits without the sign: the order that is promised."""
+    """Return the bits without the sign: the order of selection."""
     unsigned = np.uint32 if dense.dtype == np.float32 else np.uint64
     return dense.view(unsigned) & (np.iinfo(unsigned).max >> 1)
 
@@ -65,7 +65,7 @@ def vectors(draw: st.DrawFn) -> np.ndarray:
 
 @settings(max_examples=80)
 @given(vectors(), st.integers(1, 300), thresholds)
-def test_a_selection_is_the_first_k_of_a_sort(
+def test_select_returns_the_first_k_of_a_sort(
     scratch: Scratch, dense: np.ndarray, k: int, threshold: float
 ) -> None:
     k = min(k, dense.size)
@@ -78,7 +78,7 @@ def test_a_selection_is_the_first_k_of_a_sort(
 
 @settings(max_examples=40)
 @given(vectors(), st.data())
-def test_a_guess_at_a_value_that_is_there_includes_it(
+def test_select_includes_values_equal_to_the_threshold_guess(
     scratch: Scratch, dense: np.ndarray, data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(1, dense.size))
@@ -91,7 +91,7 @@ def test_a_guess_at_a_value_that_is_there_includes_it(
     [1, 2, 3, 4, 5, 31, 32, 33, 127, 128, 129, TILE - 1, TILE, TILE + 1, 7 * TILE + 5],
 )
 @by_dtype
-def test_tiles_leave_no_seam(
+def test_select_finds_entries_at_tile_boundaries(
     scratch: Scratch, size: int, dtype: type, random: np.random.Generator
 ) -> None:
     dense = random.standard_normal(size).astype(dtype)
@@ -99,14 +99,14 @@ def test_tiles_leave_no_seam(
     if size > TILE:
         dense[TILE - 1 : TILE + 1] = 8, -8  # on both sides of the seam
     for k in {1, 2, max(1, size // 50), max(1, size // 3), size} & set(range(1, size + 1)):
-        at_k = float(np.abs(top(dense, k).values).min())
-        for threshold in (0.0, at_k, at_k * 0.9, at_k * 0.1, at_k * 2, np.inf):
+        kth_value = float(np.abs(top(dense, k).values).min())
+        for threshold in (0.0, kth_value, kth_value * 0.9, kth_value * 0.1, kth_value * 2, np.inf):
             assert_selects(scratch, dense, k, threshold)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3])
 @by_dtype
-def test_a_vector_need_not_be_aligned(
+def test_accumulate_and_select_accepts_unaligned_vectors(
     scratch: Scratch, offset: int, dtype: type, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -131,10 +131,10 @@ def hostile(random: np.random.Generator) -> dict[str, np.ndarray]:
     ulps[::3] = 1.0
     return {
         "all equal": np.full(n, -3.25, np.float32),
-        "all the largest number": np.full(n, np.finfo(np.float32).max, np.float32),
+        "all the largest float": np.full(n, np.finfo(np.float32).max, np.float32),
         "all NaN": np.full(n, np.nan, np.float32),
         "all zero": np.where(np.arange(n) % 2, 0.0, -0.0).astype(np.float32),
-        "few that are not zero": few,
+        "few nonzeros": few,
         "ascending": np.sort(np.abs(noise)),
         "descending": np.sort(np.abs(noise))[::-1].copy(),
         "a cliff below the k-th": cliff,
@@ -146,7 +146,9 @@ def hostile(random: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", sorted(hostile(np.random.default_rng(0))))
-def test_no_vector_is_too_hostile(scratch: Scratch, name: str, random: np.random.Generator) -> None:
+def test_select_is_exact_for_hostile_vectors(
+    scratch: Scratch, name: str, random: np.random.Generator
+) -> None:
     dense = hostile(random)[name]
     for k in (1, 60, 700, dense.size):
         threshold = 0.0
@@ -155,7 +157,7 @@ def test_no_vector_is_too_hostile(scratch: Scratch, name: str, random: np.random
         assert_selects(scratch, dense, k, threshold)  # whatever came before
 
 
-def test_more_candidates_than_the_list_holds_lose_nothing(
+def test_select_is_exact_when_candidates_overflow_their_list(
     scratch: Scratch, random: np.random.Generator
 ) -> None:
     # Its capacity is 8 k + 4096: with k = 10 these overflow it, and the vector is searched.
@@ -173,10 +175,10 @@ def test_equal_magnitudes_pick_the_lower_index(scratch: Scratch) -> None:
         assert picked.values.tolist() == [1, -2, 2, 3]
 
 
-def test_the_threshold_of_the_last_step_spares_a_second_look(
+def test_previous_threshold_makes_a_second_scan_unnecessary(
     on_host: Any, random: np.random.Generator
 ) -> None:
-    """Only the first step may read the vector again; the kernels say so in the search's words."""
+    """Only the first step may scan the vector twice; a word of the search's state tells."""
     scratch = Scratch(on_host())
     residual, threshold = np.zeros(40_000, np.float32), 0.0
     for step in range(6):
@@ -193,7 +195,7 @@ def test_the_threshold_of_the_last_step_spares_a_second_look(
 
 
 @by_dtype
-def test_accumulating_adds_exactly_once_whatever_the_threshold(
+def test_accumulate_adds_exactly_once_for_any_threshold(
     scratch: Scratch, dtype: type, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -207,7 +209,9 @@ def test_accumulating_adds_exactly_once_whatever_the_threshold(
         assert_same(machine, picked, top(before + gradient, 20))
 
 
-def test_subnormal_numbers_add_up(scratch: Scratch, random: np.random.Generator) -> None:
+def test_accumulate_does_not_flush_subnormal_numbers(
+    scratch: Scratch, random: np.random.Generator
+) -> None:
     machine: Any = scratch.machine
     tiny = np.finfo(np.float32).smallest_subnormal
     residual, velocity, gradient = (
@@ -230,7 +234,7 @@ def bfloat16(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_gradients_of_16_bits_are_widened_exactly(
+def test_16_bit_gradients_are_widened_exactly(
     scratch: Scratch, kind: str, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -252,7 +256,7 @@ def test_gradients_of_16_bits_are_widened_exactly(
     [[1, 2, 0, 3], [TILE, 0, TILE + 4, 1, 5], [3, 2 * TILE, 0, 0], [10, 3 * TILE, 1, 1, 1, TILE]],
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_a_gradient_in_parts_is_the_parts_joined(
+def test_gradient_in_parts_equals_the_joined_gradient(
     scratch: Scratch, sizes: list[int], dtype: type, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -270,7 +274,7 @@ def test_a_gradient_in_parts_is_the_parts_joined(
         assert_same(machine, picked, top(before + added, k))
 
 
-def test_elements_that_lie_apart_are_copied_or_refused(scratch: Scratch) -> None:
+def test_strided_gradient_is_copied_and_strided_residual_is_refused(scratch: Scratch) -> None:
     machine: Any = scratch.machine
     gradient = machine.put(np.arange(20, dtype=np.float32))[::2]
     residual = machine.zeros(10, np.float32)
@@ -285,7 +289,7 @@ def test_elements_that_lie_apart_are_copied_or_refused(scratch: Scratch) -> None
 
 
 @by_dtype
-def test_momentum_correction_is_in_the_same_pass(
+def test_accumulate_applies_momentum_correction(
     scratch: Scratch, dtype: type, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -305,10 +309,10 @@ def test_momentum_correction_is_in_the_same_pass(
         assert_same(machine, picked, top(residual, 30))
 
 
-def test_long_vectors_have_wide_indices(
+def test_select_returns_int64_indices_for_long_vectors(
     scratch: Scratch, monkeypatch: pytest.MonkeyPatch, random: np.random.Generator
 ) -> None:
-    # None as long fits here: what counts 2^31 elements is told that these are as many.
+    # A vector of 2^31 elements is too large for a test, so `index_dtype` is replaced.
     monkeypatch.setattr(selection, "index_dtype", lambda length: np.dtype(np.int64))
     dense = random.standard_normal(5000).astype(np.float32)
     for guess in (0.0, 2.5, 9.0):
@@ -334,7 +338,7 @@ def test_k_outside_the_vector_is_refused(scratch: Scratch, k: int) -> None:
         (np.float32, (np.float32, 4), (np.float32, 5), r"velocity .*, got float32 \[5\]"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused_untouched(
+def test_mismatched_arrays_are_refused_and_unchanged(
     scratch: Scratch, residual: type, gradient: Any, velocity: Any, message: str
 ) -> None:
     machine: Any = scratch.machine
@@ -346,7 +350,7 @@ def test_arrays_that_do_not_fit_are_refused_untouched(
     assert not machine.fetch(held).any()
 
 
-def test_the_host_waits_once_and_again_where_the_guess_was_of_no_use(
+def test_host_waits_once_or_twice_when_the_guess_is_far_off(
     scratch: Scratch, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -357,7 +361,9 @@ def test_the_host_waits_once_and_again_where_the_guess_was_of_no_use(
         assert machine.fetched == before + waits
 
 
-def test_a_good_guess_takes_four_launches(on_host: Any, random: np.random.Generator) -> None:
+def test_select_with_a_good_guess_takes_four_launches(
+    on_host: Any, random: np.random.Generator
+) -> None:
     machine = on_host()
     dense = machine.put(random.standard_normal(5000).astype(np.float32))
     select(Scratch(machine), dense, 25, 2.0)
@@ -365,22 +371,24 @@ def test_a_good_guess_takes_four_launches(on_host: Any, random: np.random.Genera
     assert names == ["begin", "mark", "expand", "split"]
 
 
-@pytest.mark.parametrize("alike", [FEWEST_CONTENDERS, FEWEST_CONTENDERS + 1, 3 * FEWEST_CONTENDERS])
-def test_many_contenders_for_the_last_place_are_ranked_all_the_same(
-    scratch: Scratch, alike: int, random: np.random.Generator
+@pytest.mark.parametrize(
+    "equal_count", [FEWEST_CONTENDERS, FEWEST_CONTENDERS + 1, 3 * FEWEST_CONTENDERS]
+)
+def test_select_ranks_many_contenders_for_the_last_place(
+    scratch: Scratch, equal_count: int, random: np.random.Generator
 ) -> None:
-    dense = np.zeros(alike + 900, np.float32)
+    dense = np.zeros(equal_count + 900, np.float32)
     places = random.permutation(dense.size)
-    dense[places[:alike]] = 1.0  # one bin of the marks holds them all
-    dense[places[alike : alike + 500]] = 2.0
-    dense[places[alike + 500 :]] = 1.0 + 2.0**-23
-    for k in (1200, 1700, 900, 400, 2 + alike):
+    dense[places[:equal_count]] = 1.0  # one bin of the marks holds them all
+    dense[places[equal_count : equal_count + 500]] = 2.0
+    dense[places[equal_count + 500 :]] = 1.0 + 2.0**-23
+    for k in (1200, 1700, 900, 400, 2 + equal_count):
         assert_selects(scratch, dense, k, 0.9)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
 @by_dtype
-def test_the_sum_may_go_beside_the_residual(
+def test_sum_and_velocity_can_be_written_to_other_arrays(
     scratch: Scratch, offset: int, dtype: type, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
@@ -388,15 +396,15 @@ def test_the_sum_may_go_beside_the_residual(
     before, gradient, velocity = (random.standard_normal(size).astype(dtype) for _ in range(3))
     residual, moving = machine.put(before), machine.put(velocity)
     room = machine.zeros(2 * size + 2 * offset, dtype)
-    into, moved = room[offset : offset + size], room[size + 2 * offset :][:size]
-    momentum = Momentum(moving, 0.5, moved)
+    into, new_velocity = room[offset : offset + size], room[size + 2 * offset :][:size]
+    momentum = Momentum(moving, 0.5, new_velocity)
     for guess in (0.0, 2.0):
         picked, _ = accumulate_and_select(
             scratch, residual, machine.put(gradient), 60, guess, momentum, 0.25, into
         )
-        faster = velocity * dtype(0.5) + gradient * dtype(0.25)
+        expected_velocity = velocity * dtype(0.5) + gradient * dtype(0.25)
         assert machine.fetch(residual).tobytes() == before.tobytes()
         assert machine.fetch(moving).tobytes() == velocity.tobytes()
-        assert machine.fetch(moved).tobytes() == faster.tobytes()
-        assert machine.fetch(into).tobytes() == (before + faster).tobytes()
-        assert_same(machine, picked, top(before + faster, 60))
+        assert machine.fetch(new_velocity).tobytes() == expected_velocity.tobytes()
+        assert machine.fetch(into).tobytes() == (before + expected_velocity).tobytes()
+        assert_same(machine, picked, top(before + expected_velocity, 60))

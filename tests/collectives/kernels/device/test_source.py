@@ -23,18 +23,20 @@ def compilers(beside: Any) -> Any:
 
 
 @pytest.mark.parametrize("architecture", some_of(ARCHITECTURES, 75))
-def test_every_kernel_compiles_without_a_spill(compilers: Any, architecture: int) -> None:
+def test_nvcc_compiles_every_kernel_without_register_spills(
+    compilers: Any, architecture: int
+) -> None:
     if "nvcc" not in compilers.available():
         pytest.skip("no nvcc here")
-    taken = compilers.nvcc(architecture)
-    assert len(taken) == len(instances())
-    assert [kernel for kernel in taken if kernel.spilled_bytes] == []
+    resources = compilers.nvcc(architecture)
+    assert len(resources) == len(instances())
+    assert [kernel for kernel in resources if kernel.spilled_bytes] == []
     # Two blocks on a multiprocessor at least: else nothing hides the latency of a barrier.
-    assert [kernel for kernel in taken if kernel.registers * THREADS * 2 > REGISTERS] == []
+    assert [kernel for kernel in resources if kernel.registers * THREADS * 2 > REGISTERS] == []
 
 
 @pytest.mark.parametrize("architecture", some_of(ARCHITECTURES, 120))
-def test_every_kernel_compiles_as_cupy_compiles_it(compilers: Any, architecture: int) -> None:
+def test_nvrtc_compiles_every_kernel_with_cupys_options(compilers: Any, architecture: int) -> None:
     if "nvrtc" not in compilers.available():
         pytest.skip("no NVRTC here: pip install nvidia-cuda-nvrtc")
     ptx = compilers.nvrtc(architecture)
@@ -43,23 +45,23 @@ def test_every_kernel_compiles_as_cupy_compiles_it(compilers: Any, architecture:
 
 
 @pytest.mark.matrix  # the suite reads the PTX of NVRTC, above
-def test_no_kernel_takes_subnormal_numbers_for_zeros(compilers: Any) -> None:
+def test_kernels_do_not_flush_subnormal_numbers(compilers: Any) -> None:
     if "nvcc" not in compilers.available():
         pytest.skip("no nvcc here")
     assert flushing(compilers.ptx(90)) == set()
 
 
 def flushing(ptx: str) -> set[str]:
-    """Return the instructions by which a subnormal number is a zero, where that matters.
+    """Return the instructions that flush subnormal numbers to zero, where that matters.
 
-    It does not where |x| is compared with infinity: what sm_120's compiler makes of two keys.
+    It does not when |x| is compared with infinity, as sm_120's compiler does for two keys.
     """
     assert ".entry" in ptx
     infinite = r"abs\.ftz\.f32\s+(%\w+), %\w+;\s+setp\.\w+\.ftz\.f32\s+%p\d+, \1, 0f7F800000;"
     return set(re.findall(r"\S+\.ftz\S*", re.sub(infinite, "", ptx)))
 
 
-def test_every_file_belongs_to_a_kernel_and_every_kernel_to_a_file() -> None:
+def test_files_table_lists_every_kernel_and_every_cu_file() -> None:
     assert {path.name for path in FOLDER.glob("*.cu")} == set(FILES.values())
     for kernel, file in FILES.items():
         assert re.search(rf"\bvoid {kernel}\(", (FOLDER / file).read_text(encoding="utf-8"))
@@ -68,20 +70,20 @@ def test_every_file_belongs_to_a_kernel_and_every_kernel_to_a_file() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(set(FILES.values())))
-def test_a_text_holds_each_file_once_and_needs_no_other(file: str) -> None:
+def test_kernel_source_contains_each_include_once(file: str) -> None:
     whole = text(file)
     assert "#include" not in whole
     assert whole.count("struct Keys<float>") == 1
 
 
 @pytest.mark.parametrize("file", sorted(set(FILES.values())))
-def test_a_file_opens_with_its_idea_and_its_launch(file: str) -> None:
+def test_cu_files_open_with_their_idea_and_launch_shape(file: str) -> None:
     opening = (FOLDER / file).read_text(encoding="utf-8").partition("#include")[0]
     assert re.match(r"// [A-Z].*[.,:]", opening)
     assert "// launch: " in opening
 
 
-def test_numbers_that_two_languages_share_are_the_same() -> None:
+def test_constants_shared_by_python_and_cuda_are_equal() -> None:
     from collectives.kernels.device import codes, selection
 
     assert f"#define THREADS {THREADS}\n" in text("mark.cu")

@@ -24,56 +24,58 @@ def gradients(steps: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_steps_of_a_graph_are_steps_launched_one_by_one(machine: Any, momentum: float) -> None:
+def test_graph_steps_equal_steps_launched_one_by_one(machine: Any, momentum: float) -> None:
     step, scratch, threshold, following = Step(machine, SIZE, K, np.float32), Scratch(machine), 0, 0
-    alone, watched, moving, moved = (machine.zeros(SIZE, np.float32) for _ in range(4))
+    by_graph, by_launches, graph_velocity, launches_velocity = (
+        machine.zeros(SIZE, np.float32) for _ in range(4)
+    )
     for number, gradient in enumerate(gradients(6)):
         if number == 3:
             gradient[:] *= 100  # the guess is of no use
         weight = 0.5 + number
         parts = [machine.put(gradient[:1001]), machine.put(gradient[1001:])]
         picked, following = step(
-            alone,
+            by_graph,
             parts,
-            Momentum(moving, momentum) if momentum else None,
+            Momentum(graph_velocity, momentum) if momentum else None,
             weight,
             threshold=following,
         )
         expected, threshold = accumulate_and_select(
             scratch,
-            watched,
+            by_launches,
             machine.put(gradient),
             K,
             threshold,
-            Momentum(moved, momentum) if momentum else None,
+            Momentum(launches_velocity, momentum) if momentum else None,
             weight,
         )
-        clear_at(scratch, watched, expected.indices)
-        clear_at(scratch, alone, picked.indices)
+        clear_at(scratch, by_launches, expected.indices)
+        clear_at(scratch, by_graph, picked.indices)
         assert (picked.entries, following) == (expected.entries, threshold)
         assert machine.fetch(picked.indices).tolist() == machine.fetch(expected.indices).tolist()
         assert machine.fetch(picked.values).tobytes() == machine.fetch(expected.values).tobytes()
-        assert machine.fetch(alone).tobytes() == machine.fetch(watched).tobytes()
-        assert machine.fetch(moving).tobytes() == machine.fetch(moved).tobytes()
+        assert machine.fetch(by_graph).tobytes() == machine.fetch(by_launches).tobytes()
+        assert machine.fetch(graph_velocity).tobytes() == machine.fetch(launches_velocity).tobytes()
 
 
-def test_two_buffers_take_turns(machine: Any) -> None:
+def test_step_alternates_between_two_residual_buffers(machine: Any) -> None:
     step, threshold = Step(machine, SIZE, K, np.float32), 0.0
-    now, other = (machine.zeros(SIZE, np.float32) for _ in range(2))
+    current, other = (machine.zeros(SIZE, np.float32) for _ in range(2))
     expected = np.zeros(SIZE, np.float32)
     for gradient in gradients(7):
-        before = machine.fetch(now).tobytes()
-        picked, threshold = step(now, machine.put(gradient), into=other, threshold=threshold)
-        assert machine.fetch(now).tobytes() == before  # there still, should the step not count
-        by_hand, _ = reference.accumulate_and_select(expected, gradient, K)
+        before = machine.fetch(current).tobytes()
+        picked, threshold = step(current, machine.put(gradient), into=other, threshold=threshold)
+        assert machine.fetch(current).tobytes() == before  # kept, in case the step does not count
+        from_reference, _ = reference.accumulate_and_select(expected, gradient, K)
         assert machine.fetch(other).tobytes() == expected.tobytes()
-        assert machine.fetch(picked.indices).tolist() == by_hand.indices.tolist()
+        assert machine.fetch(picked.indices).tolist() == from_reference.indices.tolist()
         clear_at(Scratch(machine), other, picked.indices)
-        reference.clear_at(expected, by_hand.indices)
-        now, other = other, now
+        reference.clear_at(expected, from_reference.indices)
+        current, other = other, current
 
 
-def test_from_the_third_step_on_the_host_launches_a_graph_and_waits_once(on_host: Any) -> None:
+def test_third_step_replays_a_graph_and_waits_once(on_host: Any) -> None:
     machine, threshold = on_host(), 0.0
     step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(SIZE, np.float32)
     held = machine.zeros(SIZE, np.float32)  # the gradients stay where they are
@@ -100,21 +102,21 @@ def test_from_the_third_step_on_the_host_launches_a_graph_and_waits_once(on_host
             assert not writes
 
 
-def test_more_memory_than_graphs_are_kept_for_changes_nothing(on_host: Any) -> None:
+def test_step_is_exact_with_more_buffers_than_kept_graphs(on_host: Any) -> None:
     machine, threshold = on_host(), 0.0
     step, expected = Step(machine, SIZE, K, np.float32), np.zeros(SIZE, np.float32)
     places = [machine.zeros(SIZE, np.float32) for _ in range(MAX_GRAPHS + 2)]
-    now = places[-1]
+    current = places[-1]
     for number, gradient in enumerate(gradients(3 * len(places))):
         into = places[number % len(places)]
-        picked, threshold = step(now, machine.put(gradient), into=into, threshold=threshold)
-        by_hand, _ = reference.accumulate_and_select(expected, gradient, K)
-        assert picked.indices.tolist() == by_hand.indices.tolist()
+        picked, threshold = step(current, machine.put(gradient), into=into, threshold=threshold)
+        from_reference, _ = reference.accumulate_and_select(expected, gradient, K)
+        assert picked.indices.tolist() == from_reference.indices.tolist()
         assert into.tobytes() == expected.tobytes()
-        now = into
+        current = into
 
 
-def test_fewer_entries_than_k_are_counted(machine: Any) -> None:
+def test_step_returns_fewer_than_k_entries_when_others_are_zero(machine: Any) -> None:
     step = Step(machine, SIZE, K, np.float32)
     gradient = np.zeros(SIZE, np.float32)
     gradient[[3, 4000]] = 1, -2
@@ -123,23 +125,23 @@ def test_fewer_entries_than_k_are_counted(machine: Any) -> None:
     assert threshold == 0.0
 
 
-def test_on_one_rank_a_step_is_the_whole_exchange(machine: Any) -> None:
+def test_step_on_one_rank_equals_the_whole_exchange(machine: Any) -> None:
     step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(SIZE, np.float32)
-    by_hand, transport, threshold = np.zeros(SIZE, np.float32), local_world(1)[0], 0.0
+    from_reference, transport, threshold = np.zeros(SIZE, np.float32), local_world(1)[0], 0.0
     for gradient in gradients(3):
         chosen, threshold = step(residual, machine.put(gradient), threshold=threshold)
-        picked, _ = reference.accumulate_and_select(by_hand, gradient, K)
+        picked, _ = reference.accumulate_and_select(from_reference, gradient, K)
         update, returned = reduce(picked, K, transport, "gtopk")
-        reference.clear_at(by_hand, picked.indices)
-        reference.add_at(by_hand, returned)
+        reference.clear_at(from_reference, picked.indices)
+        reference.add_at(from_reference, returned)
         assert machine.fetch(chosen.indices).tolist() == update.indices.tolist()
         assert machine.fetch(chosen.values).tobytes() == update.values.tobytes()
         clear_at(Scratch(machine), residual, chosen.indices)
-        assert machine.fetch(residual).tobytes() == by_hand.tobytes()
+        assert machine.fetch(residual).tobytes() == from_reference.tobytes()
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(SIZE + 1, np.float32), (SIZE, np.float64)])
-def test_another_residual_than_it_was_opened_for_is_refused(
+def test_residual_of_another_length_or_dtype_is_refused(
     machine: Any, size: int, dtype: type
 ) -> None:
     step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(size, dtype)
@@ -149,7 +151,7 @@ def test_another_residual_than_it_was_opened_for_is_refused(
 
 
 @pytest.mark.parametrize("what", ["into", "velocity"])
-def test_memory_that_is_not_like_the_residual_is_refused(machine: Any, what: str) -> None:
+def test_output_memory_of_another_dtype_is_refused(machine: Any, what: str) -> None:
     step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(SIZE, np.float32)
     other = machine.zeros(SIZE, np.float64)
     given = {"into": other} if what == "into" else {"momentum": Momentum(residual, 0.9, into=other)}

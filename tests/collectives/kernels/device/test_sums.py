@@ -46,7 +46,7 @@ def lists(draw: st.DrawFn, counts: st.SearchStrategy[int]) -> list[SparseVector]
 
 @settings(max_examples=60)
 @given(lists(st.just(2)), st.integers(1, 250))
-def test_a_merge_is_the_reference_s_to_the_bit(
+def test_merge_equals_the_reference_to_the_bit(
     scratch: Scratch, pair: list[SparseVector], k: int
 ) -> None:
     a, b = (put(scratch.machine, vector) for vector in pair)
@@ -57,7 +57,7 @@ def test_a_merge_is_the_reference_s_to_the_bit(
 
 @pytest.mark.parametrize("overlap", [0, 100, 3000])
 @pytest.mark.parametrize("k", [1, 2500, 3000, 4000, 6000])
-def test_lists_longer_than_all_threads_merge(
+def test_merge_of_lists_longer_than_all_threads_equals_the_reference(
     scratch: Scratch, overlap: int, k: int, random: np.random.Generator
 ) -> None:
     length = 100_000
@@ -72,7 +72,7 @@ def test_lists_longer_than_all_threads_merge(
     assert_same(scratch.machine, got, reference.merge(*pair, k))
 
 
-def test_wide_indices_merge_as_narrow_ones(scratch: Scratch) -> None:
+def test_merge_accepts_int64_indices(scratch: Scratch) -> None:
     far = 2**31 + 5
     a = SparseVector(np.array([3, far], np.int64), np.array([1, 2], np.float32), 2**32)
     b = SparseVector(np.array([far, far + 1], np.int64), np.array([5, -1], np.float32), 2**32)
@@ -81,7 +81,7 @@ def test_wide_indices_merge_as_narrow_ones(scratch: Scratch) -> None:
     assert merged.values.tolist() == [1, 7]
 
 
-def test_nan_and_infinity_are_kept_before_numbers(scratch: Scratch) -> None:
+def test_merge_keeps_nan_and_infinity_before_numbers(scratch: Scratch) -> None:
     a = SparseVector(np.array([1, 4], np.int32), np.array([np.nan, 9], np.float32), 9)
     b = SparseVector(np.array([2, 6], np.int32), np.array([-np.inf, 8], np.float32), 9)
     merged = merge(scratch, put(scratch.machine, a), put(scratch.machine, b), 3)
@@ -90,14 +90,12 @@ def test_nan_and_infinity_are_kept_before_numbers(scratch: Scratch) -> None:
 
 @settings(max_examples=40)
 @given(lists(st.integers(1, 20)))
-def test_each_index_is_summed_in_the_order_of_the_list(
-    scratch: Scratch, vectors: list[SparseVector]
-) -> None:
+def test_sum_by_index_adds_in_list_order(scratch: Scratch, vectors: list[SparseVector]) -> None:
     got = sum_by_index(scratch, [put(scratch.machine, vector) for vector in vectors])
     assert_same(scratch.machine, got, reference.sum_by_index(vectors))
 
 
-def test_subnormal_numbers_add_up(scratch: Scratch) -> None:
+def test_sum_by_index_does_not_flush_subnormal_numbers(scratch: Scratch) -> None:
     tiny = np.finfo(np.float32).smallest_subnormal
     vectors = [sparse(np.arange(1, 200).astype(np.float32) * scale * tiny) for scale in (1, 2, -3)]
     for together in (vectors, vectors[:2]):
@@ -105,14 +103,14 @@ def test_subnormal_numbers_add_up(scratch: Scratch) -> None:
         assert_same(scratch.machine, got, reference.sum_by_index(together))
 
 
-def test_the_sum_of_empty_vectors_is_empty(scratch: Scratch) -> None:
-    nothing = put(scratch.machine, SparseVector.empty(7))
-    merged = merge(scratch, nothing, nothing, 3)
+def test_merge_and_sum_of_empty_vectors_are_empty(scratch: Scratch) -> None:
+    empty = put(scratch.machine, SparseVector.empty(7))
+    merged = merge(scratch, empty, empty, 3)
     assert (merged.entries, merged.length) == (0, 7)
-    assert sum_by_index(scratch, [nothing] * 3).entries == 0
+    assert sum_by_index(scratch, [empty] * 3).entries == 0
 
 
-def test_a_merge_waits_once(scratch: Scratch, random: np.random.Generator) -> None:
+def test_merge_and_sum_each_wait_once(scratch: Scratch, random: np.random.Generator) -> None:
     machine: Any = scratch.machine
     a, b = (put(machine, sparse(random.standard_normal(900))) for _ in range(2))
     before = machine.fetched

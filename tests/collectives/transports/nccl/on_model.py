@@ -41,6 +41,6 @@ def on_ranks(
     return run_ranks(local_world(size, timeout_seconds), rank)
 
 
-def meet(transport: NcclTransport) -> None:
-    """Let the first swap be over, so that it is kernels that wait."""
+def complete_first_exchange(transport: NcclTransport) -> None:
+    """Complete the first swap, so that later waits are those of kernels."""
     transport.exchange(up(message(1)), 1 - transport.rank)

@@ -14,19 +14,19 @@ import pytest
 from collectives import PeerError, Transport, open_transport, run_ranks
 from collectives.transports import local_world
 from collectives.transports.nccl import NcclTransport
-from tests.collectives.transports.nccl.on_model import meet
+from tests.collectives.transports.nccl.on_model import complete_first_exchange
 from tests.programs.of_gpus import device
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_share_a_gpu_are_named_on_all_ranks(cuda: Any, ranks: int) -> None:
     cuda.gpus = 1
-    said = []
+    messages = []
 
     def program(host: Transport) -> None:
         with pytest.raises(RuntimeError) as caught:
             NcclTransport(host)
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
 
     run_ranks(local_world(ranks), program)
     text = (
@@ -35,10 +35,10 @@ def test_ranks_that_share_a_gpu_are_named_on_all_ranks(cuda: Any, ranks: int) ->
         "torch.cuda.set_device(hvd.local_rank()); open_transport('staged', bootstrap=...) goes "
         "through pinned host memory instead"
     )
-    assert said == [text] * ranks
+    assert messages == [text] * ranks
 
 
-def test_a_host_with_fewer_gpus_than_ranks_is_refused_on_all_ranks(cuda: Any) -> None:
+def test_host_with_fewer_gpus_than_ranks_is_refused_on_all_ranks(cuda: Any) -> None:
     cuda.gpus = 2
 
     def program(host: Transport) -> str:
@@ -46,35 +46,39 @@ def test_a_host_with_fewer_gpus_than_ranks_is_refused_on_all_ranks(cuda: Any) ->
             NcclTransport(host)
         return str(caught.value)
 
-    said = run_ranks(local_world(3), program)
-    assert len(set(said)) == 1
-    assert "for each rank: rank 2 has no GPU (it sees 2 GPUs and would use number 2); " in said[0]
+    messages = run_ranks(local_world(3), program)
+    assert len(set(messages)) == 1
+    assert (
+        "for each rank: rank 2 has no GPU (it sees 2 GPUs and would use number 2); " in messages[0]
+    )
 
 
-def test_a_rank_may_choose_its_gpu(cuda: Any) -> None:
+def test_rank_uses_the_gpu_given_as_device(cuda: Any) -> None:
     def program(host: Transport) -> None:
         transport = NcclTransport(host, device=5 - host.rank)
         with device(5 - host.rank):
-            meet(transport)
+            complete_first_exchange(transport)
         transport.leave("done")
 
     run_ranks(local_world(2), program)
     assert sorted(c.device for c in cuda.communicators) == [4, 5]
 
 
-def test_a_rank_opens_no_context_on_other_gpus(cuda: Any) -> None:
+def test_rank_opens_no_context_on_other_gpus(cuda: Any) -> None:
     transport = NcclTransport(local_world(1)[0], device=5)
     transport.leave("done")
     assert [c.aborted for c in cuda.communicators] == [True]
     assert cuda.opened == {5}
 
 
-def test_a_gpu_that_is_not_there_is_refused(cuda: Any) -> None:
+def test_missing_gpu_number_is_refused(cuda: Any) -> None:
     with pytest.raises(RuntimeError, match="it sees 8 GPUs and would use number 8"):
         NcclTransport(local_world(1)[0], device=8)
 
 
-def test_a_rank_without_a_gpu_says_so(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_a_gpu_is_named_with_the_reason(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def count() -> int:
         raise RuntimeError("cudaErrorInsufficientDriver")
 
@@ -86,7 +90,7 @@ def test_a_rank_without_a_gpu_says_so(cuda: Any, monkeypatch: pytest.MonkeyPatch
         NcclTransport(local_world(1)[0])
 
 
-def test_what_nccl_refuses_at_the_start_is_an_error(cuda: Any) -> None:
+def test_nccl_failure_at_start_raises_peer_error(cuda: Any) -> None:
     # Two containers of one host may hide from us that they share a GPU; not from NCCL.
     def program(host: Transport) -> None:
         host.neighbours = lambda: [host.rank]
@@ -96,10 +100,10 @@ def test_what_nccl_refuses_at_the_start_is_an_error(cuda: Any) -> None:
     run_ranks(local_world(2), program)
 
 
-# ---- what must be installed
+# ---- missing packages
 
 
-def test_open_transport_opens_both(cuda: Any) -> None:
+def test_open_transport_opens_nccl_and_staged(cuda: Any) -> None:
     (host,) = local_world(1)
     nccl = open_transport("nccl", bootstrap=host)
     assert (nccl.name, nccl.library(), nccl.supports_device_messages) == (
@@ -113,12 +117,14 @@ def test_open_transport_opens_both(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["nccl", "staged"])
-def test_both_need_a_bootstrap(name: str) -> None:
+def test_nccl_and_staged_need_a_bootstrap(name: str) -> None:
     with pytest.raises(ValueError, match=rf"open_transport\('{name}'\) needs bootstrap="):
         open_transport(name)
 
 
-def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_raises_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     text = r"transport 'nccl' needs cupy and NCCL \(.*cupy.*\): pip install cupy-cuda12x "
     with pytest.raises(ImportError, match=text):
@@ -127,14 +133,14 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
         open_transport("staged", bootstrap=local_world(1)[0])
 
 
-def test_without_nccl_the_error_says_what_to_install(cuda: Any) -> None:
+def test_missing_nccl_raises_error_that_says_what_to_install(cuda: Any) -> None:
     sys.modules["cupy.cuda.nccl"].available = False
     text = r"'nccl' needs cupy and NCCL \(CuPy finds no libnccl\): pip install cupy-cuda12x "
     with pytest.raises(ImportError, match=text):
         open_transport("nccl", bootstrap=local_world(1)[0])
 
 
-def test_a_rank_without_cupy_is_named_by_the_others(
+def test_rank_without_cupy_is_named_by_the_other_ranks(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = threading.local()

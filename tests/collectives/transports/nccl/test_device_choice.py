@@ -26,12 +26,12 @@ NCCL, TORCH, STAGED = GpuRoute
 
 
 def fact(device: str, **others: Any) -> GpuFacts:
-    """Return the facts of a rank on which everything is at hand, but for the others."""
+    """Return the facts of a rank that has everything, except as given in `others`."""
     return GpuFacts(device, **{"nccl": 22703, "torch_nccl": 22605, **others})
 
 
 @pytest.mark.parametrize(
-    ("facts", "carrying", "reason"),
+    ("facts", "route", "reason"),
     [
         ([fact("GPU-a")], NCCL, "each of 1 ranks has a GPU of its own; NCCL 2.27.3 through CuPy"),
         ([fact("GPU-a"), fact("GPU-b")], NCCL, "each of 2 ranks"),
@@ -87,20 +87,20 @@ def fact(device: str, **others: Any) -> GpuFacts:
         ),
     ],
 )
-def test_the_choice_follows_from_the_facts_of_all_ranks(
-    facts: list[GpuFacts], carrying: GpuRoute, reason: str
+def test_route_follows_from_the_facts_of_all_ranks(
+    facts: list[GpuFacts], route: GpuRoute, reason: str
 ) -> None:
     choice = choose(facts, range(len(facts)))
-    assert choice.route is carrying
+    assert choice.route is route
     assert reason in choice.reason
 
 
-def test_ranks_are_called_as_in_the_world() -> None:
+def test_route_reason_names_ranks_of_the_world() -> None:
     choice = choose([fact("GPU-a"), fact("GPU-a")], [4, 7])
     assert choice.reason.startswith("ranks [4, 7] share GPU-a")
 
 
-def test_a_way_that_failed_its_test_on_any_rank_is_not_taken() -> None:
+def test_route_that_failed_its_test_on_any_rank_falls_back_to_staged() -> None:
     choice = RouteChoice(NCCL, "each has one")
     assert fall_back_after_test(choice, ["", ""], [0, 1]) is choice
     assert fall_back_after_test(choice, ["", "unhandled system error"], [0, 1]) == RouteChoice(
@@ -108,7 +108,7 @@ def test_a_way_that_failed_its_test_on_any_rank_is_not_taken() -> None:
     )
 
 
-# ---- ranks that choose, on a model of their GPUs
+# ---- choices of ranks, on a model of their GPUs
 
 
 def automatic(host: Transport, **options: Any) -> NcclTransport:
@@ -122,11 +122,11 @@ def total(transport: Transport) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_with_a_gpu_each_send_over_nccl_from_the_first_array_on(cuda: Any, size: int) -> None:
-    told: list[RouteChoice] = []
+def test_ranks_with_own_gpus_send_over_nccl_from_the_first_array(cuda: Any, size: int) -> None:
+    choices: list[RouteChoice] = []
 
     def program(host: Transport) -> bool:
-        transport = automatic(host, on_choice=told.append)
+        transport = automatic(host, on_choice=choices.append)
         assert transport.choice is None
         with device(host.rank):
             assert total(transport) == [size * (size + 1) / 2] * 3
@@ -134,11 +134,11 @@ def test_ranks_with_a_gpu_each_send_over_nccl_from_the_first_array_on(cuda: Any,
         return transport.sends_from_device
 
     assert run_ranks(local_world(size), program) == [True] * size
-    assert {choice.route for choice in told} == {NCCL}
+    assert {choice.route for choice in choices} == {NCCL}
     assert len(cuda.communicators) == size
 
 
-def test_until_a_gpus_array_comes_nothing_is_sent_or_opened(cuda: Any) -> None:
+def test_host_arrays_open_no_gpu_and_send_no_facts(cuda: Any) -> None:
     def program(host: Transport) -> int:
         transport = automatic(host)
         array = np.full(3, host.rank + 1.0)
@@ -152,11 +152,11 @@ def test_until_a_gpus_array_comes_nothing_is_sent_or_opened(cuda: Any) -> None:
     assert cuda.opened == set()
 
 
-def test_ranks_that_share_a_gpu_go_through_the_host_and_are_told_why(cuda: Any) -> None:
-    told: list[RouteChoice] = []
+def test_ranks_that_share_a_gpu_stage_with_a_reason(cuda: Any) -> None:
+    choices: list[RouteChoice] = []
 
     def program(host: Transport) -> None:
-        transport = automatic(host, on_choice=told.append)
+        transport = automatic(host, on_choice=choices.append)
         with device(5):
             assert total(transport) == [3] * 3
             assert total(transport) == [3] * 3
@@ -164,8 +164,8 @@ def test_ranks_that_share_a_gpu_go_through_the_host_and_are_told_why(cuda: Any) 
         transport.leave("done")
 
     run_ranks(local_world(2), program)
-    assert [choice.route for choice in told] == [STAGED] * 2
-    assert "ranks [0, 1] share 0000:05:00.0" in told[0].reason
+    assert [choice.route for choice in choices] == [STAGED] * 2
+    assert "ranks [0, 1] share 0000:05:00.0" in choices[0].reason
     assert cuda.communicators == []
 
 
@@ -177,10 +177,10 @@ def test_ranks_that_share_a_gpu_go_through_the_host_and_are_told_why(cuda: Any) 
         ("sum", "on rank 1: PeerError: NCCL sums 1 to 3 over the ranks to 0 instead of 6"),
     ],
 )
-def test_where_nccl_fails_its_test_on_one_rank_all_go_through_the_host(
+def test_all_ranks_stage_when_nccl_fails_its_test_on_one_rank(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str
 ) -> None:
-    told: list[RouteChoice] = []
+    choices: list[RouteChoice] = []
     module = sys.modules["cupy.cuda.nccl"]
     make = module.NcclCommunicator
     monkeypatch.setattr(nccl, "_START_TEST_SECONDS", 0.5)
@@ -188,12 +188,12 @@ def test_where_nccl_fails_its_test_on_one_rank_all_go_through_the_host(
     def broken_id() -> bytes:
         raise fake_cuda.NcclError(3)
 
-    def make_but_on_rank_1(size: int, unique_id: bytes, rank: int) -> Any:
+    def make_except_on_rank_1(size: int, unique_id: bytes, rank: int) -> Any:
         if rank == 1:
             raise fake_cuda.NcclError(2)
         return make(size, unique_id, rank)
 
-    class AddsUpWrongly(nccl.CupyCollectives):
+    class WrongSum(nccl.CupyCollectives):
         def sum_of_ranks(self) -> list[float]:
             found = super().sum_of_ranks()
             return [0.0] * 4 if self._host.rank == 1 else found
@@ -201,26 +201,26 @@ def test_where_nccl_fails_its_test_on_one_rank_all_go_through_the_host(
     if fault == "id":
         monkeypatch.setattr(module, "get_unique_id", broken_id)
     elif fault == "making":
-        monkeypatch.setattr(module, "NcclCommunicator", make_but_on_rank_1)
+        monkeypatch.setattr(module, "NcclCommunicator", make_except_on_rank_1)
     else:
-        monkeypatch.setattr(nccl, "CupyCollectives", AddsUpWrongly)
+        monkeypatch.setattr(nccl, "CupyCollectives", WrongSum)
 
     def program(host: Transport) -> None:
-        transport = automatic(host, on_choice=told.append)
+        transport = automatic(host, on_choice=choices.append)
         with device(host.rank):
             assert total(transport) == [6] * 3
         assert not transport.sends_from_device
         transport.leave("done")
 
     run_ranks(local_world(3, 20), program)
-    assert len(set(told)) == 1
-    assert told[0].route is STAGED
-    assert told[0].reason.startswith(f"NCCL failed its start-up test {reason}")
+    assert len(set(choices)) == 1
+    assert choices[0].route is STAGED
+    assert choices[0].reason.startswith(f"NCCL failed its start-up test {reason}")
     if fault == "sum":
         assert [c.aborted for c in cuda.communicators] == [True] * 3
 
 
-def test_a_rank_that_passes_a_hosts_array_is_told_what_is_amiss(cuda: Any) -> None:
+def test_connecting_raises_when_another_rank_runs_another_operation(cuda: Any) -> None:
     def program(host: Transport) -> None:
         transport = automatic(host)
         with device(host.rank):
@@ -234,7 +234,7 @@ def test_a_rank_that_passes_a_hosts_array_is_told_what_is_amiss(cuda: Any) -> No
     run_ranks(local_world(2, 10), program)
 
 
-def test_what_stages_below_goes_on_where_nccl_cannot_be_used(cuda: Any) -> None:
+def test_staged_bootstrap_is_used_when_nccl_cannot_be(cuda: Any) -> None:
     # Such as an MPI that is CUDA-aware.
     class Direct(StagedTransport):
         reduced = 0
@@ -254,12 +254,12 @@ def test_what_stages_below_goes_on_where_nccl_cannot_be_used(cuda: Any) -> None:
     assert run_ranks(local_world(2), program) == [1, 1]
 
 
-def test_a_part_of_the_ranks_chooses_by_itself(cuda: Any) -> None:
+def test_subset_of_ranks_chooses_its_own_route(cuda: Any) -> None:
     # All three share two GPUs; two of them have one each.
-    told: list[str] = []
+    choices: list[str] = []
 
     def program(host: Transport) -> tuple[bool, bool]:
-        transport = automatic(host, on_choice=lambda choice: told.append(choice.reason))
+        transport = automatic(host, on_choice=lambda choice: choices.append(choice.reason))
         alone = True
         with device(host.rank // 2):
             assert total(transport) == [6] * 3
@@ -272,10 +272,10 @@ def test_a_part_of_the_ranks_chooses_by_itself(cuda: Any) -> None:
         return transport.sends_from_device, alone
 
     assert run_ranks(local_world(3), program) == [(False, True)] * 3
-    assert sum("share" in reason for reason in told) == 3
+    assert sum("share" in reason for reason in choices) == 3
 
 
-def test_a_rank_without_cupy_is_a_fact_and_no_error(
+def test_missing_cupy_is_a_gpu_fact_and_no_error(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)

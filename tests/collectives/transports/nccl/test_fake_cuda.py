@@ -55,15 +55,15 @@ def array_on(number: int, size: int) -> Any:
         ([("send", 4)], [("recv", 5)], False),
     ],
 )
-def test_the_model_ends_what_matches_and_nothing_else(
+def test_fake_nccl_completes_only_matching_calls(
     cuda: Any, mine: list[Any], theirs: list[Any], ends: bool
 ) -> None:
     communicators = pair_of_communicators(cuda)
-    events, keep = [], []
+    events, kept_arrays = [], []
 
     def start(rank: int, calls: list[Any]) -> None:
         arrays = [(name, array_on(rank, size)) for name, size in calls]
-        keep.append(arrays)
+        kept_arrays.append(arrays)
         events.append(launch(cuda, communicators[rank], arrays))
 
     laws.together(lambda: start(0, mine), lambda: start(1, theirs))
@@ -76,7 +76,7 @@ def test_the_model_ends_what_matches_and_nothing_else(
         communicators[0].check_async_error()
 
 
-def test_in_the_model_sends_that_face_each_other_outside_of_a_group_never_end(cuda: Any) -> None:
+def test_fake_nccl_deadlocks_on_ungrouped_sends_to_each_other(cuda: Any) -> None:
     communicators = pair_of_communicators(cuda)
     arrays = [array_on(rank, 4) for rank in range(2)]
     both = [("send", 4), ("recv", 4)]
@@ -95,13 +95,13 @@ def test_in_the_model_sends_that_face_each_other_outside_of_a_group_never_end(cu
     assert not any(event.done for event in events.values())
 
 
-def test_in_the_model_freed_memory_is_a_wrong(cuda: Any) -> None:
+def test_fake_cuda_reports_use_of_freed_memory(cuda: Any) -> None:
     address = array_on(0, 4).data.ptr
     assert cuda.bytes_at(address, 4, 0).size == 4
-    assert cuda.wrongs.pop() == "4 bytes were used after they were freed"
+    assert cuda.misuses.pop() == "4 bytes were used after they were freed"
 
 
-def test_in_the_model_an_array_is_no_hosts() -> None:
+def test_fake_cuda_array_refuses_implicit_conversion_to_numpy() -> None:
     cuda = fake_cuda.Cuda(gpus=1)
     array = fake_cuda.asarray(cuda, np.arange(3))
     for use in (np.asarray, list, np.sum):

@@ -14,24 +14,24 @@ from collectives import PeerError, PeerTimeoutError
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.staged import TransferHeader, TransferMethod
 from tests.collectives import fake_cuda
-from tests.collectives.transports.nccl.on_model import meet, message, on_ranks
+from tests.collectives.transports.nccl.on_model import complete_first_exchange, message, on_ranks
 from tests.programs.of_gpus import device, up
 
 
 def announce_only(transport: NcclTransport, to: int) -> None:
-    """Act like a rank that dies between its header and its kernel."""
+    """Send a header only, like a rank that dies before its kernel."""
     transport.host.send(TransferHeader(TransferMethod.NCCL, 100).encode(), to)()
 
 
 def assert_broken(transport: NcclTransport, cuda: Any, text: str) -> None:
-    """Check that what is left says why at once."""
+    """Check that the communicator is aborted and later calls fail at once with the reason."""
     assert [c.aborted for c in cuda.communicators if c.rank == transport.rank] == [True]
     transport.host.send(TransferHeader(TransferMethod.NCCL, 100).encode(), transport.rank)()
     with pytest.raises(PeerError, match=text):
         transport.receive(transport.rank)
 
 
-def test_a_rank_that_left_is_missed_without_a_kernel(cuda: Any) -> None:
+def test_departed_rank_raises_peer_error_before_any_kernel(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         if transport.rank == 1:
             transport.leave("its data ran out")
@@ -46,11 +46,11 @@ def test_a_rank_that_left_is_missed_without_a_kernel(cuda: Any) -> None:
     on_ranks(2, program)
 
 
-@pytest.mark.parametrize("met", [True, False], ids=["in-a-kernel", "in-a-call"])
-def test_a_rank_that_leaves_in_the_midst_is_named(cuda: Any, met: bool) -> None:
+@pytest.mark.parametrize("connected", [True, False], ids=["in-a-kernel", "in-a-call"])
+def test_rank_that_leaves_during_a_transfer_is_named(cuda: Any, connected: bool) -> None:
     def program(transport: NcclTransport) -> None:
-        if met:
-            meet(transport)
+        if connected:
+            complete_first_exchange(transport)
         if transport.rank == 1:
             announce_only(transport, 0)
             transport.announce_departure("it broke down")
@@ -63,9 +63,9 @@ def test_a_rank_that_leaves_in_the_midst_is_named(cuda: Any, met: bool) -> None:
     on_ranks(2, program)
 
 
-def test_what_was_on_its_way_when_its_sender_left_still_arrives(cuda: Any) -> None:
+def test_transfer_in_flight_completes_after_its_sender_left(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
-        meet(transport)
+        complete_first_exchange(transport)
         if transport.rank == 1:
             announce_only(transport, 0)
             transport.announce_departure("done")
@@ -77,16 +77,16 @@ def test_what_was_on_its_way_when_its_sender_left_still_arrives(cuda: Any) -> No
     on_ranks(2, program)
 
 
-@pytest.mark.parametrize("met", [True, False], ids=["in-a-kernel", "in-a-call"])
-def test_a_silent_rank_is_named_after_the_timeout(cuda: Any, met: bool) -> None:
-    silent = threading.Event()
+@pytest.mark.parametrize("connected", [True, False], ids=["in-a-kernel", "in-a-call"])
+def test_silent_rank_is_named_after_the_timeout(cuda: Any, connected: bool) -> None:
+    receiver_done = threading.Event()
 
     def program(transport: NcclTransport) -> None:
-        if met:
-            meet(transport)
+        if connected:
+            complete_first_exchange(transport)
         if transport.rank == 1:
             announce_only(transport, 0)
-            silent.wait(30)
+            receiver_done.wait(30)
             return
         text = r"rank 0 has waited \d+ s for rank 1 in an exchange"
         try:
@@ -94,12 +94,12 @@ def test_a_silent_rank_is_named_after_the_timeout(cuda: Any, met: bool) -> None:
                 transport.receive(1)
             assert_broken(transport, cuda, text)
         finally:
-            silent.set()
+            receiver_done.set()
 
     on_ranks(2, program, timeout_seconds=0.3)
 
 
-def test_all_who_wait_in_a_collective_miss_who_left(cuda: Any) -> None:
+def test_all_ranks_waiting_in_a_collective_name_the_departed_rank(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         if transport.rank == 2:
             transport.leave("early")
@@ -114,9 +114,9 @@ def test_all_who_wait_in_a_collective_miss_who_left(cuda: Any) -> None:
     on_ranks(4, program)
 
 
-def test_what_nccl_notices_itself_is_an_error_with_both_ranks(cuda: Any) -> None:
+def test_nccl_async_error_raises_peer_error_that_names_both_ranks(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
-        meet(transport)
+        complete_first_exchange(transport)
         if transport.rank == 1:
             announce_only(transport, 0)
             return
@@ -131,9 +131,9 @@ def test_what_nccl_notices_itself_is_an_error_with_both_ranks(cuda: Any) -> None
     on_ranks(2, program)
 
 
-def test_a_gpu_that_fails_is_not_waited_for(cuda: Any) -> None:
+def test_failed_gpu_raises_without_waiting(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
-        meet(transport)
+        complete_first_exchange(transport)
         if transport.rank == 1:
             announce_only(transport, 0)
             return
@@ -145,7 +145,7 @@ def test_a_gpu_that_fails_is_not_waited_for(cuda: Any) -> None:
     on_ranks(2, program)
 
 
-def test_a_status_that_cupy_has_no_name_for_is_an_error_all_the_same(
+def test_nccl_status_unknown_to_cupy_raises_peer_error(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def program(transport: NcclTransport) -> None:
@@ -159,14 +159,14 @@ def test_a_status_that_cupy_has_no_name_for_is_an_error_all_the_same(
     on_ranks(1, program)
 
 
-def test_memory_that_a_kernel_may_still_write_is_not_given_away(
+def test_memory_that_a_kernel_may_still_write_is_not_freed(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("collectives.transports.nccl_collectives._ABORT_SECONDS", 0.05)
     given_up = threading.Event()
 
     def program(transport: NcclTransport) -> None:
-        meet(transport)
+        complete_first_exchange(transport)
         if transport.rank == 1:
             announce_only(transport, 0)
             assert given_up.wait(10)
@@ -183,7 +183,7 @@ def test_memory_that_a_kernel_may_still_write_is_not_given_away(
     assert cuda.moved_bytes == 1 + 1 + 100
 
 
-def test_an_abort_that_hangs_does_not_hang_us(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_abort_does_not_block_the_rank(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectives.transports.nccl_collectives._ABORT_SECONDS", 0.05)
     cuda.abort_hangs = True
 
@@ -198,7 +198,7 @@ def test_an_abort_that_hangs_does_not_hang_us(cuda: Any, monkeypatch: pytest.Mon
     on_ranks(2, program)
 
 
-def test_a_rank_that_never_connects_is_missed(cuda: Any) -> None:
+def test_rank_that_never_connects_raises_timeout_error(cuda: Any) -> None:
     done = threading.Event()
 
     def program(transport: NcclTransport) -> None:
@@ -215,14 +215,14 @@ def test_a_rank_that_never_connects_is_missed(cuda: Any) -> None:
     on_ranks(2, program, timeout_seconds=0.3)
 
 
-def test_whoever_still_waits_when_its_rank_leaves_gets_an_error(
+def test_waiting_thread_gets_an_error_when_its_rank_leaves(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It does not poll: it notices that the kernel was aborted.
     monkeypatch.setattr("collectives.transports.polling._CHECK_SECONDS", 3600)
 
     def program(transport: NcclTransport) -> None:
-        meet(transport)
+        complete_first_exchange(transport)
         if transport.rank == 1:
             announce_only(transport, 0)
             transport.leave("done")

@@ -1,4 +1,4 @@
-"""Arrays that differ, or cannot be sent, are refused."""
+"""Mismatched arrays, and arrays that cannot be sent, are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.collectives.transports.nccl.on_model import message, on_ranks
 from tests.programs.of_gpus import device, up
 
 
-def test_arrays_that_differ_are_named_by_all_ranks_and_the_job_goes_on(cuda: Any) -> None:
+def test_mismatched_arrays_raise_on_all_ranks_and_the_job_continues(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         arrays = [
             np.zeros(5 + (transport.rank == 2)),
@@ -36,12 +36,12 @@ def test_arrays_that_differ_are_named_by_all_ranks_and_the_job_goes_on(cuda: Any
     on_ranks(3, program)
 
 
-def test_a_dtype_that_nccl_does_not_know_is_refused(cuda: Any) -> None:
+def test_dtype_unknown_to_nccl_is_refused(cuda: Any) -> None:
     with pytest.raises(TypeError, match=r"NCCL reduces int8, .*; got complex64"):
         on_ranks(2, lambda transport: transport.allreduce(up(np.zeros(3, np.complex64))))
 
 
-def test_messages_of_hosts_and_gpus_are_not_gathered_together(cuda: Any) -> None:
+def test_allgather_of_host_and_gpu_messages_mixed_is_refused(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         if transport.rank == 0:
             transport.allgather(message(100))
@@ -53,7 +53,7 @@ def test_messages_of_hosts_and_gpus_are_not_gathered_together(cuda: Any) -> None
 
 
 @pytest.mark.parametrize("fault", ["dtype", "strides", "gpu"])
-def test_only_contiguous_bytes_of_the_own_gpu_are_sent(cuda: Any, fault: str) -> None:
+def test_non_contiguous_non_byte_or_foreign_gpu_messages_are_refused(cuda: Any, fault: str) -> None:
     def program(transport: NcclTransport) -> None:
         with device(1 if fault == "gpu" else 0):
             array = up(np.zeros(8, np.float32 if fault == "dtype" else np.uint8))
@@ -71,7 +71,7 @@ def test_only_contiguous_bytes_of_the_own_gpu_are_sent(cuda: Any, fault: str) ->
     on_ranks(1, program)
 
 
-def test_a_message_over_nccl_needs_nccl_on_both_sides(cuda: Any) -> None:
+def test_message_over_nccl_to_a_rank_without_nccl_is_refused(cuda: Any) -> None:
     def program(host: Transport) -> None:
         if host.rank == 0:
             host.send(TransferHeader(TransferMethod.NCCL, 9).encode(), 1)()

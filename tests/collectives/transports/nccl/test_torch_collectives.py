@@ -41,7 +41,7 @@ def on_ranks(
     return run_ranks(local_world(size, timeout_seconds), rank)
 
 
-def test_tensors_are_carried_until_it_turns_out_that_they_cannot_be() -> None:
+def test_carries_accepts_tensors_until_the_route_is_staged() -> None:
     def program(transport: NcclTransport) -> None:
         assert transport.carries(torch.zeros(3))
         assert transport.carries(torch.zeros(3, dtype=torch.bfloat16))
@@ -52,7 +52,7 @@ def test_tensors_are_carried_until_it_turns_out_that_they_cannot_be() -> None:
         assert transport.choice.route is GpuRoute.TORCH
         assert "dense reductions only: CuPy cannot be used on rank 0" in transport.choice.reason
         assert transport.carries(torch.zeros(3))
-        assert not transport.sends_from_device  # sparse messages
+        assert not transport.sends_from_device  # nor are sparse messages sent from it
         transport.choice = RouteChoice(GpuRoute.STAGED, "it failed")
         assert not transport.carries(torch.zeros(3))
         transport.leave("done")
@@ -61,7 +61,7 @@ def test_tensors_are_carried_until_it_turns_out_that_they_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_tensors_are_reduced_where_they_lie(size: int) -> None:
+def test_allreduce_reduces_tensors_in_place(size: int) -> None:
     reductions = {
         "sum": lambda rows: rows.sum(0),
         "product": lambda rows: rows.prod(0),
@@ -83,7 +83,7 @@ def test_tensors_are_reduced_where_they_lie(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_parts_are_reduced_gathered_and_dealt_out_as_on_hosts(size: int) -> None:
+def test_tensor_collectives_equal_those_of_host_arrays(size: int) -> None:
     def program(transport: NcclTransport) -> None:
         rank, mine = transport.rank, slice(transport.rank, transport.rank + 2)
         for length in (2 * size, 3 * size + 1, 1, 0):
@@ -114,7 +114,7 @@ def test_parts_are_reduced_gathered_and_dealt_out_as_on_hosts(size: int) -> None
     on_ranks(size, program)
 
 
-def test_hosts_messages_and_a_part_of_the_ranks_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_arrays_and_subsets_of_ranks_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(transport: NcclTransport) -> None:
         array = np.ones(3)
         transport.allreduce(array)
@@ -130,7 +130,7 @@ def test_hosts_messages_and_a_part_of_the_ranks_take_part(monkeypatch: pytest.Mo
     on_ranks(3, program)
 
 
-def test_tensors_that_differ_are_named_and_the_job_goes_on() -> None:
+def test_mismatched_tensors_raise_and_the_job_continues() -> None:
     def program(transport: NcclTransport) -> None:
         text = r"rank 1 calls allreduce \(sum\) of float32 \[4\], but rank 0 .* \[3\]"
         with pytest.raises(MismatchError, match=text):
@@ -145,7 +145,7 @@ def test_tensors_that_differ_are_named_and_the_job_goes_on() -> None:
     on_ranks(2, program)
 
 
-def test_who_waits_for_a_rank_that_left_says_so() -> None:
+def test_waiting_rank_names_the_departed_rank() -> None:
     def program(transport: NcclTransport) -> str:
         transport.allreduce(torch.ones(2))
         if transport.rank == 1:
@@ -155,11 +155,13 @@ def test_who_waits_for_a_rank_that_left_says_so() -> None:
             transport.allreduce(torch.ones(2))
         return str(caught.value)
 
-    said = on_ranks(2, program)
-    assert said[0] == "rank 1 left (it has had enough) while rank 0 waited for it in the sum of w"
+    messages = on_ranks(2, program)
+    assert (
+        messages[0] == "rank 1 left (it has had enough) while rank 0 waited for it in the sum of w"
+    )
 
 
-def test_a_wait_inside_the_group_has_an_end_and_breaks_it() -> None:
+def test_timeout_inside_the_process_group_breaks_the_group() -> None:
     # Rank 1 agrees to the reduction, and never makes torch's call.
     def program(transport: NcclTransport) -> str:
         transport.allreduce(torch.ones(2))
@@ -178,7 +180,7 @@ def test_a_wait_inside_the_group_has_an_end_and_breaks_it() -> None:
     on_ranks(2, program)
 
 
-def test_what_the_group_raises_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_error_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(transport: NcclTransport) -> None:
         transport.allreduce(torch.ones(2))
         collectives: Any = transport._collectives
@@ -195,7 +197,7 @@ def test_what_the_group_raises_names_the_ranks(monkeypatch: pytest.MonkeyPatch) 
     on_ranks(2, program)
 
 
-def test_where_the_store_cannot_be_served_the_hosts_carry_all(
+def test_tensors_are_staged_when_the_store_cannot_be_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object, **__: object) -> None:

@@ -28,30 +28,28 @@ from tests.programs import collectives_transports as laws
 from tests.programs.of_gpus import OfGpus, device, up, without_counts
 
 
-def ids(law: Callable[..., None]) -> str:
+def law_name(law: Callable[..., None]) -> str:
     return law.__name__.removeprefix("test_")
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("law", laws.LAWS, ids=ids)
-def test_hosts_messages_travel_as_on_any_transport(cuda: Any, law: Any, size: int) -> None:
+@pytest.mark.parametrize("law", laws.LAWS, ids=law_name)
+def test_host_messages_keep_the_transport_laws_over_nccl(cuda: Any, law: Any, size: int) -> None:
     on_ranks(size, law)
     assert cuda.moved_bytes == 0
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["nccl", "staged"])
 @pytest.mark.parametrize("size", some_of(SIZES, 2, 3))
-@pytest.mark.parametrize("law", without_counts(laws.LAWS), ids=ids)
-def test_messages_of_gpus_travel_as_on_any_transport(
-    cuda: Any, law: Any, size: int, staged: bool
-) -> None:
+@pytest.mark.parametrize("law", without_counts(laws.LAWS), ids=law_name)
+def test_gpu_messages_keep_the_transport_laws(cuda: Any, law: Any, size: int, staged: bool) -> None:
     on_ranks(size, lambda transport: law(OfGpus(transport)), staged=staged)
     assert not (staged and cuda.moved_bytes)
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["nccl", "staged"])
 @pytest.mark.parametrize("size", SIZES)
-def test_parts_that_ranks_own_are_reduced_and_gathered_as_on_hosts(
+def test_reduce_scatter_and_allgather_of_gpu_arrays_equal_those_of_hosts(
     cuda: Any, size: int, staged: bool
 ) -> None:
     # Small integers: any order of additions gives the same bits.
@@ -78,10 +76,10 @@ def test_parts_that_ranks_own_are_reduced_and_gathered_as_on_hosts(
     on_ranks(size, program, staged=staged)
 
 
-# ---- which way a message takes
+# ---- which route a message takes
 
 
-def test_a_staged_reduction_takes_no_memory_of_the_gpu(
+def test_staged_reduction_allocates_no_gpu_memory(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def program(transport: Transport) -> None:
@@ -95,7 +93,7 @@ def test_a_staged_reduction_takes_no_memory_of_the_gpu(
     assert [kind for kind, _, size in cuda.copies if size == 800] == ["up", "down", "up", "down"]
 
 
-def test_partners_swap_over_nccl(cuda: Any) -> None:
+def test_exchange_goes_over_nccl(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         received = transport.exchange(up(message(100, transport.rank)), transport.rank ^ 1)
         assert received.get().tobytes() == message(100, transport.rank ^ 1).tobytes()
@@ -105,7 +103,7 @@ def test_partners_swap_over_nccl(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_ranks_pass_messages_round_over_nccl(cuda: Any, size: int) -> None:
+def test_exchange_all_goes_over_nccl(cuda: Any, size: int) -> None:
     def program(transport: NcclTransport) -> None:
         rank = transport.rank
         for shift in range(1, size + 1):
@@ -118,7 +116,7 @@ def test_all_ranks_pass_messages_round_over_nccl(cuda: Any, size: int) -> None:
     assert cuda.moved_bytes == size * sum(10 * rank for rank in range(size))
 
 
-def test_a_send_that_is_waited_for_at_once_goes_over_nccl(cuda: Any) -> None:
+def test_send_waited_for_at_once_goes_over_nccl(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         if transport.rank == 0:
             transport.send(up(message(100, 1)), 1)()
@@ -129,7 +127,7 @@ def test_a_send_that_is_waited_for_at_once_goes_over_nccl(cuda: Any) -> None:
     assert cuda.moved_bytes == 100
 
 
-def test_a_send_that_must_not_block_goes_through_the_host(cuda: Any) -> None:
+def test_send_not_waited_for_at_once_goes_through_the_host(cuda: Any) -> None:
     # Everyone sends to everyone before anyone receives: NCCL's kernels would wait for each other.
     def program(transport: NcclTransport) -> None:
         waits = [transport.send(up(message(9, transport.rank)), to) for to in range(4)]
@@ -143,7 +141,7 @@ def test_a_send_that_must_not_block_goes_through_the_host(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("operation", ["barrier", "broadcast", "channel", "send", "allreduce"])
-def test_a_send_is_on_its_way_whatever_comes_before_its_wait(cuda: Any, operation: str) -> None:
+def test_send_is_started_before_any_other_operation(cuda: Any, operation: str) -> None:
     def program(transport: NcclTransport) -> None:
         peer = 1 - transport.rank
         waits = [transport.send(up(message(9, 1)), peer)] if transport.rank == 0 else []
@@ -168,7 +166,7 @@ def test_a_send_is_on_its_way_whatever_comes_before_its_wait(cuda: Any, operatio
     assert cuda.moved_bytes == 0
 
 
-def test_a_rank_may_send_to_itself(cuda: Any) -> None:
+def test_rank_sends_to_itself(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         transport.send(up(message(9)), 0)()
         assert transport.receive(0).get().tobytes() == message(9).tobytes()
@@ -176,16 +174,16 @@ def test_a_rank_may_send_to_itself(cuda: Any) -> None:
     on_ranks(1, program)
 
 
-def test_messages_of_hosts_and_gpus_keep_their_order(cuda: Any) -> None:
+def test_host_and_gpu_messages_keep_their_order(cuda: Any) -> None:
     like_a_header = TransferHeader(TransferMethod.NCCL, 7).encode()
     sent = [message(5, 1), up, message(0, 2), up, like_a_header, message(24, 3), up]
 
     def program(transport: NcclTransport) -> None:
         waits = []
         for number, content in enumerate(sent):
-            whose = up(message(number, 9)) if content is up else content
+            content_sent = up(message(number, 9)) if content is up else content
             if transport.rank == 0:
-                waits.append(transport.send(whose, 1))
+                waits.append(transport.send(content_sent, 1))
                 continue
             received = transport.receive(0)
             assert isinstance(received, np.ndarray) == (content is not up)
@@ -197,7 +195,7 @@ def test_messages_of_hosts_and_gpus_keep_their_order(cuda: Any) -> None:
     on_ranks(2, program)
 
 
-def test_a_host_may_swap_with_a_gpu(cuda: Any) -> None:
+def test_host_array_is_exchanged_with_a_gpu_array(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         mine = message(10 + transport.rank, transport.rank)
         for turn in range(2):
@@ -211,7 +209,7 @@ def test_a_host_may_swap_with_a_gpu(cuda: Any) -> None:
     assert cuda.moved_bytes == 11 + 10
 
 
-def test_a_view_goes_over_nccl_once_its_ranks_have_connected_it(cuda: Any) -> None:
+def test_view_goes_over_nccl_after_its_ranks_connect(cuda: Any) -> None:
     def program(transport: NcclTransport) -> int:
         view = transport.subset([2, 0]) if transport.rank != 1 else None
         moved = []
@@ -229,7 +227,7 @@ def test_a_view_goes_over_nccl_once_its_ranks_have_connected_it(cuda: Any) -> No
     assert on_ranks(3, program) == [[0, 20]] * 3
 
 
-def test_connected_channels_are_used_at_once_each_by_a_thread(cuda: Any) -> None:
+def test_connected_channels_work_in_concurrent_threads(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         channels = [transport.channel(number) for number in range(3)]
         for channel in channels:
@@ -253,7 +251,7 @@ def test_connected_channels_are_used_at_once_each_by_a_thread(cuda: Any) -> None
     assert cuda.moved_bytes == 2 * sum(30 * t + tag for t in range(5) for tag in (1, 2, 3))
 
 
-def test_what_is_received_lies_on_the_transports_gpu(cuda: Any) -> None:
+def test_received_messages_are_on_the_transports_gpu(cuda: Any) -> None:
     # Whichever is current.
     def program(transport: NcclTransport) -> None:
         sent = up(message(8, transport.rank))
@@ -272,7 +270,7 @@ def test_what_is_received_lies_on_the_transports_gpu(cuda: Any) -> None:
     assert cuda.moved_bytes == 16  # an allgather is a collective, not counted here
 
 
-def test_a_message_is_sent_as_the_callers_stream_makes_it(cuda: Any) -> None:
+def test_message_is_sent_after_the_callers_stream_wrote_it(cuda: Any) -> None:
     # The array is still being written, on a stream of the caller's own, when it is given away.
     def program(transport: NcclTransport) -> None:
         cupy = sys.modules["cupy"]
@@ -288,7 +286,7 @@ def test_a_message_is_sent_as_the_callers_stream_makes_it(cuda: Any) -> None:
     on_ranks(2, program)
 
 
-def test_a_message_may_be_forgotten_while_it_is_sent(cuda: Any) -> None:
+def test_message_may_be_released_while_it_is_sent(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         if transport.rank == 0:
             wait = transport.send(up(message(64, 1)), 1)
@@ -300,7 +298,7 @@ def test_a_message_may_be_forgotten_while_it_is_sent(cuda: Any) -> None:
     on_ranks(2, program)
 
 
-def test_what_nobody_waited_for_is_sent_before_its_rank_leaves(cuda: Any) -> None:
+def test_send_never_waited_for_completes_before_its_rank_leaves(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         if transport.rank == 0:
             transport.send(up(message(64, 1)), 1)
@@ -312,7 +310,7 @@ def test_what_nobody_waited_for_is_sent_before_its_rank_leaves(cuda: Any) -> Non
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_gpus_send_is_counted_with_its_headers(cuda: Any, size: int) -> None:
+def test_gpu_traffic_is_counted_with_its_headers(cuda: Any, size: int) -> None:
     def program(transport: NcclTransport) -> None:
         transport.traffic.read_and_reset()
         transport.exchange(up(message(100)), transport.rank)
@@ -339,7 +337,7 @@ def test_what_gpus_send_is_counted_with_its_headers(cuda: Any, size: int) -> Non
 
 
 class Tensor:
-    """What the transport asks of a tensor of torch's, of an array of the model."""
+    """A stand-in for torch's tensors, on an array of the model: what the transport uses of one."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -371,7 +369,7 @@ class Tensor:
 
 @pytest.fixture
 def tensor_events(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Have torch's events be the model's; torch's stream is another than CuPy's current one."""
+    """Record torch's events on the model, on another stream than CuPy's current one."""
     recorded = []
 
     def tensor_event(tensor: Tensor) -> Any:
@@ -385,7 +383,7 @@ def tensor_events(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_tensors_are_reduced_where_they_lie_after_torchs_stream(
+def test_tensors_are_reduced_in_place_after_torchs_stream(
     cuda: Any, tensor_events: list[Any], size: int
 ) -> None:
     def program(transport: NcclTransport) -> None:
@@ -408,7 +406,9 @@ def test_tensors_are_reduced_where_they_lie_after_torchs_stream(
     assert len(tensor_events) == (3 * size if size > 1 else 1)
 
 
-def test_equal_parts_take_one_call_of_nccls(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduce_scatter_and_allgather_of_equal_parts_take_one_nccl_call(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     add = fake_cuda.Communicator._add
 
