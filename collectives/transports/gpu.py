@@ -150,7 +150,7 @@ def load_cupy(transport: str) -> Any:
 
 
 def _query_cupy(query: Callable[[Any], T]) -> T | None:
-    """Return `ask(cupy)`; None if CuPy cannot tell."""
+    """Return `query(cupy)`; None if CuPy cannot tell."""
     try:
         return query(load_cupy("nccl"))
     except (ImportError, OSError, RuntimeError):  # missing; broken; CuPy's error without a driver
