@@ -202,7 +202,7 @@ class PassTransaction(RecordedStep):
 
     not_finite: the places of the ranks with non-finite gradients in the last bucket; the same on
         all ranks.
-    preempted: the ranks that had SIGTERM.
+    preempted: the ranks that received SIGTERM.
     ran:     the buckets that ran, with or without an error, in that order.
     is_void: whether the pass counts on no rank.
     is_closed: whether it has ended.

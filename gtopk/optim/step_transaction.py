@@ -7,9 +7,9 @@
 Each bucket's flags say whether this rank's gradients are finite, which are missing, and how many
 samples they have. In buckets submitted by `synchronize` they also say whether the transaction is
 void: gradients were changed after their bucket was submitted, or belong to no bucket. The last
-bucket's flags also say whether this rank had SIGTERM (`preemption`). On a GPU, and if the exchange
-itself finds non-finite values, flags always say finite: then the sum, equal on all ranks, decides.
-A rank that joins during a transaction submits the rest as void.
+bucket's flags also say whether this rank received SIGTERM (`preemption`). On a GPU, and if the
+exchange itself finds non-finite values, flags always say finite: then the sum, equal on all ranks,
+decides. A rank that joins during a transaction submits the rest as void.
 
 So all ranks do the same: apply the transaction, skip the step because a gradient or a sum is not
 finite, or retry with the gradients and ranks that are there by then. A transaction that does not
@@ -44,7 +44,7 @@ _CHANGED: Final = 2
 _UNPLANNED: Final = 4
 _JOIN_DESCRIPTOR: Final = b"as a bucket"  # a joined rank has the bucket, too
 _PRESENT: Final = 8  # this rank has not joined: a joined rank's flags are 0
-PREEMPTED: Final = 16  # this rank had SIGTERM
+PREEMPTED: Final = 16  # this rank received SIGTERM
 _ABORTED: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
 _MISSING: Final = (1 << FLAG_BITS_BELOW_SAMPLES) - (1 << _MISSING_SHIFT)
@@ -65,7 +65,7 @@ class StepTransaction(RecordedStep):
     aborted: void: some rank joined before its end.
     culprits: by rank, the parameters with non-finite gradients; empty if all are finite, even if
         their sum is not.
-    preempted: the ranks that had SIGTERM; known once the last bucket has run.
+    preempted: the ranks that received SIGTERM; known once the last bucket has run.
     lacking: by rank, the parameters without a gradient there that other ranks have one for, so that
         they count as zeros; of the first bucket that has any. Empty if there are none.
     """
@@ -134,7 +134,7 @@ class StepTransaction(RecordedStep):
         """Submit the remaining buckets, and wait until every rank knows the outcome.
 
         unplanned: this rank has a gradient that belongs to no bucket.
-        preempted: this rank had SIGTERM.
+        preempted: this rank received SIGTERM.
         Raises HorovodInternalError, on every rank alike, if the ranks disagree; then call `drop`.
         """
         self._submit_the_rest(unplanned, preempted)
