@@ -262,7 +262,7 @@ class NcclTransport(StagedTransport):
         return sent
 
     def _stage_deferred(self) -> None:
-        """Stage the undecided send, as another operation comes before the wait for it."""
+        """Stage the deferred send, as another operation comes before the wait for it."""
         stage, self._deferred.stage = self._deferred.stage, None
         if stage is not None:
             stage()

@@ -186,7 +186,10 @@ class Job:
             assert match, line
             assert step is None or abs(int(match[1]) - step) <= 1, f"{line} must name step {step}"
             # A companion that reports for its rank knows less: MPICH's mpirun kills the others.
-            doing = r"waited for (it )?in \S+|, in \S+, as|computing|cannot be|ends.*, as|a word at"
+            doing = (
+                r"waited for (it )?in \S+|, in \S+, as|computing|cannot be|ends.*, as"
+                r"|without an error message at"
+            )
             assert re.search(doing, line), line
             assert why in line, line
 
