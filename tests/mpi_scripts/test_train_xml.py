@@ -36,7 +36,7 @@ def test_train_xml_plots_every_method_and_reports_bad_input_once(mpirun, tmp_pat
             *good[2:],
         ],
         "the same features and labels, got 300 and 60 in train": [*good[:2], "--test", str(other)],
-        "with --evaluations 200 only 1 of 300 rows": [*good, "--evaluations", "200"],
+        "with --evaluations 200 there are only 1 of 300 rows": [*good, "--evaluations", "200"],
         "must be one of amazon-670k": ["--synthetic", "mnist"],
         "argument --density: must lie in (0, 1], got '1.5'": [*good, "--density", "1.5"],
         "--merge-density: must lie in (0, 1], got 'nan'": [*good, "--merge-density", "nan"],
