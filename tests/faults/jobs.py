@@ -187,8 +187,8 @@ class Job:
             assert step is None or abs(int(match[1]) - step) <= 1, f"{line} must name step {step}"
             # A companion that reports for its rank knows less: MPICH's mpirun kills the others.
             doing = (
-                r"waited for it in \S+|\) before \S+:|, in \S+, as|computing|cannot be|ends.*, as"
-                r"|without an error message at"
+                r"waited for it in \S+|\) before \S+:|, in \S+, as|computing|ends.*, as"
+                r"|cannot (be|complete)|without an error message at"
             )
             assert re.search(doing, line), line
             assert why in line, line
