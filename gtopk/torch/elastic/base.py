@@ -49,7 +49,7 @@ ADVICE: Final = f"set {FOLDER}=folder to keep its commits for a restart"
 FOR_DISK_COMMITS: Final = " for GTOPK_ELASTIC_DIR, where commits are written to disk"
 
 
-def not_implemented(owner: object, method: str, why: str = "") -> NotImplementedError:
+def missing_override(owner: object, method: str, why: str = "") -> NotImplementedError:
     """Return the error for a method that a class does not implement."""
     return NotImplementedError(f"{type(owner).__name__} must define {method}(){why}")
 
@@ -226,15 +226,15 @@ class State:
 
     def save(self) -> None:
         """Copy the state, for `restore`."""
-        raise not_implemented(self, "save")
+        raise missing_override(self, "save")
 
     def restore(self) -> None:
         """Return to the last saved state."""
-        raise not_implemented(self, "restore")
+        raise missing_override(self, "restore")
 
     def sync(self) -> None:
         """Give every rank the state of rank 0."""
-        raise not_implemented(self, "sync")
+        raise missing_override(self, "sync")
 
     def reset(self) -> None:
         """Reset what depends on the ranks, after they have rejoined."""

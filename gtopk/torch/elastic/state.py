@@ -17,7 +17,7 @@ from ...optim.wrapped.checkpoint import KEY
 from ..checkpoint.archive import Found, OwnValues
 from ..checkpoint.state import residual_share
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .base import FOR_DISK_COMMITS, Commit, ObjectState, not_implemented
+from .base import FOR_DISK_COMMITS, Commit, ObjectState, missing_override
 from .sampler import ElasticSampler
 
 
@@ -32,15 +32,15 @@ class StateHandler:
 
     def save(self) -> None:
         """Copy the value, for `restore`."""
-        raise not_implemented(self, "save")
+        raise missing_override(self, "save")
 
     def restore(self) -> None:
         """Return the value to its last saved state."""
-        raise not_implemented(self, "restore")
+        raise missing_override(self, "restore")
 
     def sync(self) -> None:
         """Give every rank the value of rank 0."""
-        raise not_implemented(self, "sync")
+        raise missing_override(self, "sync")
 
     def set_value(self, value: Any) -> None:
         """Handle another value from now on."""
@@ -52,7 +52,7 @@ class StateHandler:
 
     def saved(self) -> Any:
         """Return the saved part that is equal on all ranks, in types that the codec supports."""
-        raise not_implemented(self, "saved() and resume", FOR_DISK_COMMITS)
+        raise missing_override(self, "saved() and resume", FOR_DISK_COMMITS)
 
     def saved_here(self) -> Any:
         """Return the saved part that is this rank's own; None for none."""
@@ -60,7 +60,7 @@ class StateHandler:
 
     def resume(self, saved: Any) -> None:
         """Load the part that `saved` returned in an earlier job."""
-        raise not_implemented(self, "saved() and resume", FOR_DISK_COMMITS)
+        raise missing_override(self, "saved() and resume", FOR_DISK_COMMITS)
 
     def resume_here(self, owned: Sequence[OwnValues], ranks: int) -> None:
         """Load the parts that `saved_here` returned on zero, one or more ranks of that job.
