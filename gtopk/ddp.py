@@ -28,7 +28,7 @@ from collectives.transports import Transport
 
 from .compression import GTopK, Shards
 from .exchange.bucket_exchange import mean_square_ratio
-from .exchange.residual_state import require_shapes, under_known_names
+from .exchange.residual_state import under_known_names, validate_residuals
 from .integrations.adam import check_clip_norm
 from .integrations.hook_state import HookState, compression_of, join_world, plain_optimizer
 from .integrations.passes import (
@@ -338,7 +338,7 @@ class GTopKState(HookState):
         # Check everything first: a state that does not fit must leave the residual unchanged.
         residuals = residuals_for(state, self._rank, self._ranks)
         residuals = under_known_names(residuals, named)
-        require_shapes(residuals, named)
+        validate_residuals(residuals, named)
         why = "the model has no parameter of that name; use the names that it was saved with"
         with self._loading(state, residuals, named.keys(), why):
             self._bucket_exchanges.put_residuals(

@@ -42,7 +42,7 @@ except (ImportError, AttributeError) as missing:
 from .compression import GTopK, Shards, SparseCompression
 from .exchange.bucket_exchange import BucketExchange
 from .exchange.buckets.parameters import refuse_complex, require_module
-from .exchange.residual_state import ResidualState, require_shape
+from .exchange.residual_state import ResidualState, validate_residual
 from .integrations.fsdp_units import (
     Place,
     ShardGroups,
@@ -383,7 +383,7 @@ class ReplicaState(HookState):
             for name, shard in unit.stand_ins.items():
                 rows = unit.padded[name].shape
                 owner = f"the shard of '{name}'"
-                require_shape(owner, residuals.get(name, {}), shard.shape, rows)
+                validate_residual(owner, residuals.get(name, {}), shard.shape, rows)
         known = {name for unit in self._bucket_exchanges for name in unit.stand_ins}
         why = "the model has no sharded parameter of that name; shard the same ones as before"
         with self._loading(state, residuals, known, why):

@@ -32,10 +32,10 @@ def fits(part: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     return list(tensor.shape) == ([] if part == AGE else list(shape))
 
 
-def require_shape(
+def validate_residual(
     owner: str, parts: ResidualState, shape: Sequence[int], rows: Sequence[int] = ()
 ) -> None:
-    """Raise DamagedError if a residual does not fit a parameter of this shape.
+    """Raise DamagedError unless a residual is finite and fits a parameter of this shape.
 
     owner: of the residual, for the message. rows: the shape that ROWS is based on, if different.
     """
@@ -44,14 +44,16 @@ def require_shape(
             raise DamagedError(
                 f"the {part} of {owner} has the shape {list(tensor.shape)}, expected {list(shape)}"
             )
+        if not tensor.isfinite().all():  # each later step would be skipped
+            raise DamagedError(f"the {part} of {owner} holds NaN or infinity")
 
 
-def require_shapes(
+def validate_residuals(
     residuals: Mapping[str, ResidualState], parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise DamagedError if a residual does not fit the parameter of its name."""
+    """Raise DamagedError unless each residual is finite and fits the parameter of its name."""
     for name, parameter in parameters.items():
-        require_shape(f"'{name}'", residuals.get(name, {}), parameter.shape)
+        validate_residual(f"'{name}'", residuals.get(name, {}), parameter.shape)
 
 
 def copy_residuals(bucket_exchanges: Sequence[AnyBucketExchange]) -> dict[str, ResidualState]:

@@ -29,7 +29,7 @@ from collectives.transports import Transport
 
 from ..exchange.adamw import SHARED, SHARED_ROWS, Hyper, rows_of
 from ..exchange.buckets.parameters import trained_by
-from ..exchange.residual_state import ResidualState, plain_name, require_shape
+from ..exchange.residual_state import ResidualState, plain_name, validate_residual
 from ..optim.wrapped.local_residual import on_this_rank
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, find_or_register
@@ -152,7 +152,7 @@ class Unit:
             name for name, each in self._fsdp_params.items() if each.sharded_param.requires_grad
         ]
         lengths = [self.stand_ins[name].numel() for name in trained]
-        require_shape(f"the shard of '{self.name}'", whole, [sum(lengths)])
+        validate_residual(f"the shard of '{self.name}'", whole, [sum(lengths)])
         found: dict[str, ResidualState] = {}
         for kind, vector in whole.items():
             for name, part in zip(trained, vector.split(lengths), strict=True):

@@ -32,7 +32,7 @@ from ..exchange.residual_state import (
     copy_residuals,
     load_residuals,
     nonzero_names,
-    require_shapes,
+    validate_residuals,
 )
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
@@ -476,7 +476,7 @@ class OuterExchange:
         steps: used if no record is of this bucket, or that record has none.
         Raises DamagedError for a tensor that does not fit the parameter of its name.
         """
-        require_shapes(residuals, {name: p for p, name in self._names.items()})
+        validate_residuals(residuals, {name: p for p, name in self._names.items()})
         own_names = self.parameter_names()
         self._put_residuals({name: parts for name, parts in residuals.items() if name in own_names})
         self._progress.steps = steps

@@ -20,9 +20,9 @@ from ..exchange.residual_state import (
     copy_residuals,
     load_residuals,
     nonzero_names,
-    require_shapes,
     residuals_of,
     unmatched,
+    validate_residuals,
 )
 from ..exchange.sparse_gradients import AnyBucketExchange, SparseGradientExchange
 from ..runtime.coordinator.agreement import name_ranks
@@ -166,7 +166,7 @@ class PlannedBuckets:
         Other ranks may load nothing, so the agreed values stay until that plan.
         Raises DamagedError if a tensor does not fit the parameter of its name.
         """
-        require_shapes(residuals, {name: p for p, name in self._names.items()})
+        validate_residuals(residuals, {name: p for p, name in self._names.items()})
         if self.bucket_exchanges:
             load_residuals(self.bucket_exchanges, residuals)
         self._residuals, self._records, self._loaded_steps = dict(residuals), records, steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -222,5 +223,28 @@ def test_residual_of_another_shape_is_refused_on_load(ranks, wrapped, compressio
             states.append(optimizer.state_dict())
         with pytest.raises(DamagedError, match=r"'weight' has the shape \[3, 4\], .*\[3, 5\]"):
             optimizer.load_state_dict(states[0])
+
+    ranks(2, program)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("wrapped", [distributed, local_sgd])
+def test_residual_that_is_not_finite_is_refused_on_load(ranks, wrapped, value):
+    """Each later step would be skipped, as its gradients would not be finite."""
+
+    def program(rank):
+        model = torch.nn.Linear(4, 3, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = wrapped(model)
+        model(torch.full((2, 4), 1.0 + rank)).square().sum().backward()
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        damaged = copy.deepcopy(state)
+        (held,) = damaged["gtopk"]["held"].values()
+        (parts,) = held.values()
+        parts["residual"][1, 2] = value
+        with pytest.raises(DamagedError, match="residual of '.*' holds NaN or infinity"):
+            optimizer.load_state_dict(damaged)
+        optimizer.load_state_dict(state)
 
     ranks(2, program)
