@@ -8,6 +8,7 @@
 #             ARGS="-k hours_of_faults" for a quarter of an hour)
 # make check  linter, formatter, types, import directions, and the docs as a site
 # make format  linter and formatter mend what they can
+# make types  the types alone
 # make docs   the site alone, in build/docs
 # make test-docs       runs every bash block and every titled script of docs/, and the notebook
 # make test-packaging  wheel and sdist, each checked as an index does and installed into an environment of
@@ -52,7 +53,7 @@ MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptiv
 MPICH_FAULTS := killed_launcher or beyond_31 or sigterm_on_one_rank or by_sigint_or_sigterm or \
 	killed_before or second_sigterm
 
-.PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \
+.PHONY: demo test test-matrix test-faults soak check types docs test-docs test-packaging test-images \
 	audit sbom crossings format fuzz horovod test-horovod test-adapters test-mpich sanitize gpu-check bench \
 	bench-network clean
 
@@ -75,11 +76,13 @@ test-faults: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m soak --capture=no tests/faults $(ARGS)
 
-check: $(VENV)/.dev docs
+check: types docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
 	PYTHONPATH=. $(VENV)/bin/lint-imports
+
+types: $(VENV)/.dev
+	$(VENV)/bin/mypy
 
 # Strictly: a link that leads nowhere, within a page or to another, is an error.
 docs: $(VENV)/.dev

@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from gtopk.cli.plan import MEMORY
+from tests.matrix import some_of
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-@pytest.mark.parametrize("way", MEMORY)
+@pytest.mark.parametrize("way", some_of(MEMORY, "sparse", "adam", "adam, shards"))
 def test_steps_use_the_memory_that_plan_predicts(forked, way: str) -> None:
     job = forked(2, "memory_of_a_step.py", way)
     assert job.returncode == 0, job.stderr

@@ -243,7 +243,7 @@ def test_residual_that_is_not_finite_is_refused_on_load(ranks, wrapped, value):
         (held,) = damaged["gtopk"]["held"].values()
         (parts,) = held.values()
         parts["residual"][1, 2] = value
-        with pytest.raises(DamagedError, match="residual of '.*' holds NaN or infinity"):
+        with pytest.raises(DamagedError, match=r"residual of '.*' holds NaN or infinity"):
             optimizer.load_state_dict(damaged)
         optimizer.load_state_dict(state)
 
