@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,11 +25,15 @@ LONG = 300 * BLOCK + 5
 every_format = pytest.mark.parametrize("format", FORMATS, ids="+".join)
 
 
-def spread(entries: int, dtype: type, length: int = LENGTH) -> SparseVector:
+@cache
+def spread_indices(entries: int, length: int) -> np.ndarray:
     random = np.random.default_rng(7)
     indices = np.unique(random.integers(0, length, 2 * entries))
-    indices = np.sort(random.choice(indices, entries, replace=False)).astype(np.int32)
-    return SparseVector(indices, np.ones(entries, dtype), length)
+    return np.sort(random.choice(indices, entries, replace=False)).astype(np.int32)
+
+
+def spread(entries: int, dtype: type, length: int = LENGTH) -> SparseVector:
+    return SparseVector(spread_indices(entries, length), np.ones(entries, dtype), length)
 
 
 @every_format
