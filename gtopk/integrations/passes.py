@@ -238,6 +238,8 @@ class PassTransaction(RecordedStep):
         self.preempted.update(transport.ranks[n] for n, flags in places if flags & PREEMPTED)
         self.not_finite = [n for n, flags in enumerate(all_flags) if flags & NOT_FINITE]
         self.is_void |= bool(self.not_finite)
+        if not bucket_exchange.elements:  # on all ranks: its parameters are all empty
+            return True
         # All ranks' flags and sums decide whether the pass is void: all ranks exchange, or none.
         if not self.is_void:
             if not is_repeated:

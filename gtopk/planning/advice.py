@@ -80,6 +80,8 @@ def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration
     """Return the seconds predicted for all buckets; None if the model does not cover one."""
     seconds = 0.0
     for bucket_exchange in bucket_exchanges:
+        if not bucket_exchange.elements:
+            continue  # nothing is sent
         exchange = _lasting_exchange(bucket_exchange)
         plain = isinstance(exchange, DenseExchange | SparseExchange)
         if not isinstance(bucket_exchange, BucketExchange) or not plain:

@@ -199,6 +199,27 @@ def test_overflow_beyond_float16_stays_in_the_residual() -> None:
     torch.testing.assert_close(given, 8 * gradient.double(), rtol=1e-3, atol=0.0)
 
 
+def test_bucket_of_empty_parameters_only_trains_as_with_plain_ddp() -> None:
+    weight_sets = []
+    for hooked in (True, False):
+        net = Net()
+        for number, dtype in enumerate((torch.float16, torch.float32)):  # a bucket for each
+            net.register_parameter(f"empty{number}", torch.nn.Parameter(torch.ones(0, 3).to(dtype)))
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        if hooked:
+            state = GTopKState(1.0, optimizer=optimizer, adam_steps="after")
+            model.register_comm_hook(state, gtopk_hook)
+        for step in range(3):
+            optimizer.zero_grad()
+            (model(batch(step)).square().mean() + net.empty0.sum() + net.empty1.sum()).backward()
+            optimizer.step()
+        weight_sets.append(weights(net.layers))
+    torch.testing.assert_close(*weight_sets, rtol=1e-10, atol=1e-12)
+    assert state.last_step is not None
+    assert state.last_step.buckets == 3
+
+
 def test_passes_under_no_sync_accumulate() -> None:
     ours, theirs = wrapped(GTopKState(1.0)), wrapped(None)
     for model in (ours, theirs):

@@ -67,7 +67,7 @@ class Bucket:
     lacking:   for each parameter, whether it had no gradient of its own when they were captured.
     sparse:    parameters with sparse gradients on some rank, and so after the exchange on all.
     largest:   the largest update value that is finite in every parameter's dtype.
-    Raises ValueError for complex parameters, and if the bucket has no elements.
+    Raises ValueError for complex parameters.
     """
 
     def __init__(
@@ -80,16 +80,12 @@ class Bucket:
         self.members = list(self.parameters if members is None else members)
         self.sizes = [each.numel() for each in self.members]
         self.length = sum(p.numel() for p in self.parameters)
-        if self.length == 0:
-            raise ValueError(
-                f"there is nothing to train: all {len(self.parameters)} parameters are empty"
-            )
         any_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype: np.dtype[Any] = np.dtype(np.float64 if any_double else np.float32)
         self.device = device_of(self.parameters)
         self.strides = strides_of(self.parameters)
         self._dtypes = {p.dtype for p in self.parameters if p.numel()}
-        self._largest = min(torch.finfo(dtype).max for dtype in self._dtypes)
+        self._largest = min((torch.finfo(dtype).max for dtype in self._dtypes), default=math.inf)
         self.weight = self.scale = self.share = 1.0
         self.gradients: list[torch.Tensor] = []
         self.lacking: list[bool] = []
