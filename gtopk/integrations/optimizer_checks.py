@@ -119,25 +119,27 @@ def _check_all(
     """Let all living hooks check an optimizer that is about to step.
 
     args: the optimizer itself, and the other arguments of `step`. Returns them with a closure that
-    also drops the gradients of its own backward pass if that does not count.
+    also checks the optimizer after its own backward pass.
     """
     instances = [checks for each in _instances if (checks := each()) is not None]
-    for checks in instances:
-        checks.check(optimizer)
     closure = kwargs["closure"] if "closure" in kwargs else next(iter(args[1:]), None)
-    checking = [checks for checks in instances if checks.has_checked(optimizer)]
-    if closure is None or not checking:
+    for checks in instances:
+        # Otherwise only after the closure, whose pass may be the first of a new hook: that retires
+        # an earlier phase's hook, which would refuse the new optimizer.
+        if closure is None or checks.has_checked(optimizer):
+            checks.check(optimizer)
+    if closure is None:
         return None
 
-    def closure_and_drop() -> Any:
+    def closure_and_check() -> Any:
         loss = closure()
-        for checks in checking:
-            checks.drop(optimizer)
+        for checks in instances:
+            checks.check(optimizer)
         return loss
 
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure_and_drop}
-    return (args[0], closure_and_drop, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_and_check}
+    return (args[0], closure_and_check, *args[2:]), kwargs
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *call: Any) -> None:

@@ -738,6 +738,26 @@ def test_model_continues_with_another_hook_in_its_next_phase() -> None:
     raises(ValueError, lambda: train(first, optimizer, range(1)), expected)
 
 
+def test_next_phase_may_step_another_optimizer_with_a_closure() -> None:
+    """The first backward pass of the phase is then within step(), as with Lightning's Trainer."""
+    first, optimizer, _ = hooked()
+    train(first, optimizer, range(2))
+    model = DistributedDataParallel(first.module, **IN_ORDER)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.register_comm_hook(GTopKState(0.1), gtopk_hook)
+
+    def closure() -> torch.Tensor:
+        sgd.zero_grad()
+        value = loss(model, 2)
+        value.backward()
+        return value
+
+    before = weights(model)
+    sgd.step(closure)
+    assert_alike(model)
+    assert not torch.equal(weights(model), before)
+
+
 def test_hook_adamw_with_clipping_learns_as_well_as_dense_adamw() -> None:
     """On the same task, with as many steps and the same rate."""
     target = torch.randn(12, 12, generator=torch.Generator().manual_seed(5))
