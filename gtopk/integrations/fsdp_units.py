@@ -71,7 +71,11 @@ class Unit:
         group.post_backward = self._post_backward
 
     def require_sharded_only(self) -> None:
-        """Raise ValueError if FSDP itself also reduces the gradients between replicas."""
+        """Raise ValueError for gradients that FSDP itself reduces between replicas, and for copies.
+
+        Copies are whole parameters on several ranks of a replica, as of norms with tensor
+        parallelism: the ranks would select different entries of them, and the copies diverge.
+        """
         info = self._group.mesh_info
         if info.replicate_mesh_dim is not None:
             raise ValueError(
@@ -79,6 +83,17 @@ class Unit:
                 "gradients would be exchanged twice, dense and by gTop-k. Shard it over one "
                 "dimension, fully_shard(model, mesh=mesh['shard']), and pass the other to replicate"
             )
+        for name in self._fsdp_params:
+            parameter = self.parameter(name)
+            mesh = parameter.device_mesh
+            for dimension, placement in enumerate(parameter.placements):
+                if placement.is_replicate() and mesh.size(dimension) > 1:
+                    raise ValueError(
+                        f"parameter '{name}' has copies on {mesh.size(dimension)} ranks of a "
+                        f"replica ({list(parameter.placements)} over {mesh}), which would select "
+                        "different entries: with tensor parallelism, shard every parameter over "
+                        "its ranks, or leave it out"
+                    )
 
     @property
     def parameters(self) -> list[torch.Tensor]:

@@ -17,6 +17,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import gtopk
@@ -523,6 +528,15 @@ def test_replicate_refuses_unsharded_models_and_wrong_meshes() -> None:
     fully_shard(model, mesh=MESH["shard"])
     with pytest.raises(ValueError, match=r"complex parameters .* 'weight', torch.complex64 \[4\]"):
         fsdp.replicate(model, MESH["replicate"])
+
+
+def test_replicate_refuses_parameters_with_copies_on_ranks_of_a_replica() -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(network()[:2], mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["shard"])
+    with pytest.raises(ValueError, match=r"parameter '1\.bias' has copies on 2 ranks of a replica"):
+        fsdp.replicate(model, mesh["replicate"])
 
 
 def test_pickling_a_replica_state_is_refused_naming_state_dict() -> None:
