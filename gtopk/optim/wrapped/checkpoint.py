@@ -224,7 +224,10 @@ def is_part(value: object) -> bool:
 def check_part(part: Any) -> None:
     """Raise an error, usually ValueError, unless a value is such a part."""
     if not is_part(part):
-        raise ValueError(f"the residual of a rank must have {', '.join(sorted(_FIELDS))}")
+        raise ValueError(
+            f"the residual of a rank must be a dict with {', '.join(sorted(_FIELDS))}, as "
+            f"state_dict() returns it, got {part!r:.99}"
+        )
     for name, least in (("format", 1), ("ranks", 1), ("steps", 0)):
         # Compare the exact type: True is an int, too.
         if type(part[name]) is not int or part[name] < least:
