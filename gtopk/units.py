@@ -118,6 +118,7 @@ _COUNT: Final = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKmMgGbB]?)")
 # Beyond, sums and quotients of times leave the range of a float.
 _SLOWEST, _FASTEST = 1.0, 1e18  # bits a second
 _LONGEST: Final = 1e9  # seconds
+_MOST: Final = 10**18  # of a count
 
 _PREFIXES: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -157,8 +158,10 @@ def count(text: str) -> int:
     # Exact, by Decimal: in floats 8.2M is 8,199,999.999999999, and not whole.
     times = _COUNTS[found["prefix"].lower()]
     # First in floats, whose range ends at infinity: Decimal would raise for such an exponent.
-    if not 1.0 <= _number(found["number"]) * times < math.inf:
+    if (rough := _number(found["number"]) * times) < 1.0:
         raise ValueError(f"must be at least 1, got {text!r}")
+    if rough > _MOST:
+        raise ValueError(f"must be at most {_MOST:g}, got {text!r}")
     exact = Decimal(_plain(found["number"])) * times
     if exact != exact.to_integral_value():
         raise ValueError(f"must be whole, got {text!r}")

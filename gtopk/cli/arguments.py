@@ -38,6 +38,13 @@ def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
     return value
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks the options' help at spaces only, so that a name such as adaptive-sgd stays whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class Command(argparse.ArgumentParser):
     """The parser of a subcommand; its help ends with an example of a call."""
 
@@ -46,9 +53,9 @@ class Command(argparse.ArgumentParser):
         super().__init__(
             prog=call,
             # The raw formatter wraps only the options' help, so wrap the description here.
-            description=textwrap.fill(description, 80),
+            description=textwrap.fill(description, 80, break_on_hyphens=False),
             epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             **more,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 
@@ -51,6 +52,13 @@ def test_every_command_has_an_example_and_all_but_completion_have_json(capsys):
             main([*name.split(), "--help"])
         assert "\nexample" in capsys.readouterr().out, name
     assert without_json == {"completion"}
+
+
+def test_help_never_breaks_a_name_at_its_hyphen(monkeypatch):
+    for columns in ("80", "100"):
+        monkeypatch.setenv("COLUMNS", columns)
+        broken = [name for name, p in parsers().items() if re.search(r"\w-\n", p.format_help())]
+        assert not broken, columns
 
 
 PRINTING = [
