@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # stdout is closed (>&-): writing must raise an OSError as on a full disk, not AttributeError.
     if sys.stdout is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    # stderr is closed (2>&-): print() would write its lines to stdout, among the records.
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     replace_unencodable_characters()
     try:
         try:
