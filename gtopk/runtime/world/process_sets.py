@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from collectives.errors import MismatchError
 from collectives.transports import Transport
@@ -157,6 +157,10 @@ def requested_sets(process_sets: object) -> list[ProcessSet]:
     return sets
 
 
+# One name for adding and removing: ranks that do not do the same get an error that quotes both.
+_CHANGE: Final = "process_sets"
+
+
 def register(process_set: ProcessSet) -> None:
     """Give a process set operations of its own. A collective on the world.
 
@@ -174,11 +178,10 @@ def register(process_set: ProcessSet) -> None:
     def find_ranks(transport: Transport, all_flags: list[int]) -> list[int]:
         return given or _ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
 
-    signature = "an mpi4py communicator" if given is None else f"ranks {given}"
-    # Also if the set is refused: the next name is then new on all ranks.
+    signature = f"add {'an mpi4py communicator' if given is None else f'ranks {given}'}"
+    ranks: list[int] = here.engine.submit(_CHANGE, [signature], find_ranks).wait()
+    # Only once all ranks agree, but also if the set is refused: its number stays the same on all.
     here.sets_made += 1
-    name = f"add_process_set.{here.sets_made}"
-    ranks: list[int] = here.engine.submit(name, [signature], find_ranks).wait()
     for number, members in here.sets.items():
         if list(members.ranks) == ranks:
             if number not in here.carried_sets:
@@ -243,12 +246,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if not number or process_set._find() is None:  # 0 is all ranks
         return False
-    here.close_set(number, SET_REMOVED)
-    # All ranks meet, including those outside the set: afterwards none of them has it.
+    # All ranks agree first, including those outside the set: afterwards none of them has it.
+    signature = [f"remove set {number} of ranks {process_set.ranks}"]
+    here.engine.submit(_CHANGE, signature, lambda transport, all_flags: None).wait()
     process_set.process_set_id = None
-    signature = [f"number {number}"]
-    name = f"remove_process_set.{number}"
-    here.engine.submit(name, signature, lambda transport, all_flags: None).wait()
+    here.close_set(number, SET_REMOVED)
     return True
 
 

@@ -144,6 +144,25 @@ def test_optimizer_of_an_unregistered_process_set_is_refused(threads) -> None:
     threads(3, second)
 
 
+def test_ranks_that_change_different_sets_get_an_error_and_keep_their_sets(threads) -> None:
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            is_first = transport.rank == 0
+            pair, rest = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])
+            sides = r"rank 0: remove set 1 of ranks \[0, 1\]; ranks 1, 2: "
+            with pytest.raises(hvd.HorovodInternalError, match=f"{sides}remove set 2 of ranks"):
+                hvd.remove_process_set(pair if is_first else rest)
+            change = hvd.remove_process_set if is_first else hvd.add_process_set
+            with pytest.raises(hvd.HorovodInternalError, match=rf"{sides}add ranks \[0\]"):
+                change(pair if is_first else [0])
+            last = hvd.add_process_set([0, 2])
+            assert last.process_set_id == 3
+            for each in filter(hvd.ProcessSet.included, (pair, rest, last)):
+                assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=each).item() == 2.0
+
+    threads(3, program)
+
+
 def test_process_set_carried_over_by_recovery_may_be_added_again(threads) -> None:
     """A function under elastic.run restarts, including the lines that add its sets."""
 
