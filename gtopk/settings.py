@@ -22,6 +22,10 @@ from .units import bandwidth, duration
 
 T = TypeVar("T")
 
+# The system's and gloo's waits take no more: their clocks count nanoseconds in 64 bits.
+_LONGEST: Final = 1e9  # seconds, or milliseconds
+_LARGEST: Final = 1e15  # bytes, or names; in a message they have 64 bits
+
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
@@ -77,9 +81,16 @@ class Section:
         return self.add(Setting(name, about, str, "", shown))
 
     def number(
-        self, name: str, about: str, default: float, unit: str, *, may_be_zero: bool = False
+        self,
+        name: str,
+        about: str,
+        default: float,
+        unit: str,
+        *,
+        may_be_zero: bool = False,
+        most: float = _LONGEST,
     ) -> Setting[float]:
-        """Return a setting whose value is a finite number of `unit`."""
+        """Return a setting whose value is a number of `unit`, at most `most`."""
 
         def parse(text: str) -> float:
             try:
@@ -89,6 +100,8 @@ class Section:
             if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
                 least = ", at least 0" if may_be_zero else " above 0"
                 raise ValueError(f"a number of {unit}{least}")
+            if value > most:
+                raise ValueError(f"a number of {unit}, at most {most:g}")
             return value
 
         return self.add(Setting(name, about, parse, default, f"{default:.0f}"))
@@ -344,6 +357,7 @@ CACHE_CAPACITY: Final = HOROVOD.number(
     1024.0,
     "names",
     may_be_zero=True,
+    most=_LARGEST,
 )
 FUSION_THRESHOLD: Final = HOROVOD.number(
     "HOROVOD_FUSION_THRESHOLD",
@@ -351,6 +365,7 @@ FUSION_THRESHOLD: Final = HOROVOD.number(
     float(64 << 20),
     "bytes",
     may_be_zero=True,
+    most=_LARGEST,
 )
 DYNAMIC_PROCESS_SETS: Final = HOROVOD.switch(
     "HOROVOD_DYNAMIC_PROCESS_SETS",

@@ -72,6 +72,10 @@ def test_number_is_parsed(text: str) -> None:
             (settings.ELASTIC_KEEP, text, "a whole number of commits, at least 1")
             for text in ("0", "-3", "2.0", "2e0", "²", "soon")
         ),
+        # Beyond, the system's waits and the messages' integers overflow.
+        (settings.START_TIMEOUT, "1e10", "a number of seconds, at most 1e+09"),
+        (settings.CYCLE_TIME, "1e10", "a number of milliseconds, at most 1e+09"),
+        (settings.FUSION_THRESHOLD, "1e20", "a number of bytes, at most 1e+15"),
         (settings.CHECK_MESSAGES, "yes", "0 or 1"),
         *(
             (settings.LINK, text, LINKS)
