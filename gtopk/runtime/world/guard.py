@@ -201,7 +201,8 @@ class Guard:
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
-        self._failure_folder = failures
+        # An absolute path, which stays valid if the script changes its directory.
+        self._failure_folder = os.path.abspath(failures) if failures else ""
         self._retired = self._has_reported = False  # reported: its error was printed
         self._is_reporting = False  # printing an error
         self._sigterm_pending = False  # SIGTERM came meanwhile

@@ -76,6 +76,15 @@ def read(folder, rank=1):
     return json.loads((folder / f"failure_rank{rank}.json").read_text())
 
 
+def test_relative_failure_folder_stays_where_the_script_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    guarding = Guard(fake_world(), None, "failures")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    guarding._record_end("failed", raised(ValueError("wrong")))
+    assert read(tmp_path / "failures")["error"] == "ValueError"
+
+
 def test_failure_folder_is_the_named_one_else_the_run_folder_else_none():
     assert guard.folder_from({}) == ""
     assert guard.folder_from({"GTOPK_RUN": "run"}) == "run"
