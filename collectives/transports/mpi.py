@@ -25,8 +25,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -80,8 +80,9 @@ def piece_sizes(same_host: bool) -> Iterator[int]:
     yield from itertools.repeat(PIECE_BYTES)
 
 
-# Memory that MPI may still write to, after the wait for it has failed.
+# Memory that MPI may still write to, or read, after the wait for it has failed.
 _receiving: list[tuple[MPI.Request, Array]] = []
+_receiving_lock = threading.Lock()  # two threads must not test a request at the same time
 
 
 class MpiTransport(Carrier):
@@ -321,13 +322,14 @@ class MpiTransport(Carrier):
         MPI still writes a late rank's message there, even if the allocator has reused the memory,
         and even after this transport has ended: a recovery opens another one.
         """
-        with self._mpi_lock:
+        with _receiving_lock, self._mpi_lock:
             if _receiving and not self._mpi.Is_finalized():
                 _receiving[:] = [pair for pair in _receiving if not pair[0].Test()]
         try:
             yield
         except BaseException:
-            _receiving.append((request, memory))
+            with _receiving_lock:
+                _receiving.append((request, memory))
             raise
 
     def _finish(
@@ -412,13 +414,12 @@ class MpiTransport(Carrier):
         # and notes. Only the group takes part in creating it. The tag separates groups that threads
         # of several streams create at the same time.
         group = self._communicator.group.Incl(list(stream.ranks))
-        return ServedCounter(
-            self._mpi,
-            self._communicator.Create_group(group, stream.tag),
-            stream,
-            self._mpi_lock,
-            lambda: self._has_departed or self._mpi.Is_finalized(),
-        )
+        return ServedCounter(self, self._communicator.Create_group(group, stream.tag), stream)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether MPI must no longer be called."""
+        return self._has_departed or self._mpi.Is_finalized()
 
     def own_library(self) -> str:
         return self._mpi.Get_library_version().splitlines()[0].split(",")[0].strip()
@@ -432,22 +433,15 @@ class ServedCounter:
     """
 
     def __init__(
-        self,
-        mpi: Any,
-        communicator: MPI.Intracomm,
-        stream: Transport,
-        mpi_lock: AbstractContextManager[Any],
-        is_over: Callable[[], bool],
+        self, carrier: MpiTransport, communicator: MPI.Intracomm, stream: Transport
     ) -> None:
         """Make the counter on a communicator of its own. A collective on that communicator.
 
-        is_over: tells whether MPI must no longer be called.
+        stream: of the same ranks, over the carrier.
         """
-        self._mpi = mpi
+        self._carrier = carrier
         self._communicator = communicator
         self._stream = stream
-        self._mpi_lock = mpi_lock
-        self._is_over = is_over
         self._number = LocalCounter()  # the owner's
         self._request_lock = threading.Lock()
         if stream.rank == _OWNER:
@@ -457,29 +451,26 @@ class ServedCounter:
         """Add, and return the number before that."""
         if self._stream.rank == _OWNER:
             return self._number.add(amount)
+        carrier = self._carrier
         added, before = np.array([amount], _NUMBER), np.zeros(1, _NUMBER)
         with self._request_lock:  # one request at a time, to match requests and replies
-            with self._mpi_lock:
+            with carrier._mpi_lock:
                 reply = self._communicator.Irecv(before, _OWNER, _REPLY_TAG)
                 request = self._communicator.Isend(added, _OWNER, _REQUEST_TAG)
-
-            def tested() -> Literal[True] | None:
-                with self._mpi_lock:
-                    return (request.Test() and reply.Test()) or None
-
-            owner, seconds = self._stream.ranks[_OWNER], self._stream.timeout_seconds
-            wait_until(tested, self._stream, [owner], seconds)
+            with carrier._keep_on_error(reply, before), carrier._keep_on_error(request, added):
+                carrier._finish(self._stream, request, self._stream.ranks[_OWNER])
+                carrier._finish(self._stream, reply, self._stream.ranks[_OWNER])
         return int(before[0])
 
     def _serve(self) -> None:
         """Answer until this rank leaves."""
-        status, amount = self._mpi.Status(), np.zeros(1, _NUMBER)
+        mpi, status, amount = self._carrier._mpi, self._carrier._mpi.Status(), np.zeros(1, _NUMBER)
         replies: list[tuple[MPI.Request, np.ndarray]] = []
-        while not self._is_over():
-            with self._mpi_lock:
+        while not self._carrier.is_over:
+            with self._carrier._mpi_lock:
                 # Poll: a blocking receive would hold the lock, and could not be ended when this
                 # rank leaves.
-                incoming = self._communicator.Improbe(self._mpi.ANY_SOURCE, _REQUEST_TAG, status)
+                incoming = self._communicator.Improbe(mpi.ANY_SOURCE, _REQUEST_TAG, status)
                 if incoming is not None:
                     incoming.Recv(amount)
                     before = np.array([self._number.add(int(amount[0]))], _NUMBER)

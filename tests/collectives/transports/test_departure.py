@@ -63,3 +63,22 @@ def test_buffer_of_an_abandoned_receive_is_kept_until_completion(monkeypatch):
     with transport._keep_on_error(request, memory):
         pass
     assert not kept
+
+
+def test_counter_keeps_its_memory_while_a_late_reply_may_still_arrive(monkeypatch):
+    kept = []
+    monkeypatch.setattr(mpi, "_receiving", kept)
+    transport = object.__new__(mpi.MpiTransport)
+    transport._mpi_lock, transport.timeout_seconds = contextlib.nullcontext(), 60.0
+    transport._mpi = SimpleNamespace(Is_finalized=lambda: False)
+    reply, request = SimpleNamespace(Test=lambda: False), SimpleNamespace(Test=lambda: True)
+    posted = []
+    communicator = SimpleNamespace(
+        Irecv=lambda memory, source, tag: posted.append(memory) or reply,
+        Isend=lambda memory, to, tag: request,
+    )
+    owner, stream = local_world(2)
+    owner.announce_departure("its program ended")
+    with pytest.raises(PeerError, match="rank 0 left"):
+        mpi.ServedCounter(transport, communicator, stream).add(1)
+    assert any(its is reply and memory is posted[0] for its, memory in kept)
