@@ -200,7 +200,6 @@ class Guard:
         self.place = own_place()
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
-        self._handles_sigterm = False
         # An absolute path, which stays valid if the script changes its directory.
         self._failure_folder = os.path.abspath(failures) if failures else ""
         self._retired = self._has_reported = False  # reported: its error was printed
@@ -221,7 +220,6 @@ class Guard:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
-            self._handles_sigterm = True
         if heartbeat := self._heartbeat:
             heartbeat.on_lost = self._on_lost
             heartbeat.start(self.world.introductions)
@@ -243,13 +241,11 @@ class Guard:
         self.remove()
 
     def remove(self) -> None:
-        """Close, and restore our hooks; SIGTERM's only from the main thread."""
-        self.retire()
-        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        """Close, and restore our hooks: this process is no rank now; later calls change nothing.
 
-    def retire(self) -> None:
-        """Close, and ignore exceptions and SIGTERM: this process is no rank now. Any thread."""
+        Any thread may call it, but only the main thread can restore SIGTERM's handler. Elsewhere
+        the handler stays, and then acts as the default one.
+        """
         self.close()
         self._retired = True
         if Guard._installed is self:
@@ -258,6 +254,9 @@ class Guard:
             sys.excepthook = self._excepthook
         if threading.excepthook == self._on_thread_exception:
             threading.excepthook = self._threading_excepthook
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def has_lost_rank(self) -> bool:
         """Tell whether a rank is lost; waits up to 0.3 s for a report of one."""

@@ -61,13 +61,12 @@ class Leaving:
         """Leave now; return when every rank has left."""
         self._now.set()
         self._thread.join()
-        self.guard.remove()
+        self.guard.remove()  # again: the thread could not restore SIGTERM's handler
 
     def _leave(self) -> None:
         self._now.wait(_EXCEPTION_SECONDS)
         self._close()
-        # Not `remove`, as signal handlers can only be set in the main thread.
-        self.guard.retire()
+        self.guard.remove()
 
 
 _log = logging.getLogger("gtopk")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -286,6 +288,24 @@ def test_sigterm_handler_of_a_retired_guard_calls_the_present_one(monkeypatch):
     )
     left._on_sigterm(15, None)
     assert signals == [(15, None)]
+
+
+def test_guard_can_be_removed_from_a_thread_other_than_the_main_one():
+    """`shutdown` may be called there; the handler stays, and acts as the default one."""
+    world = SimpleNamespace(
+        transport=SimpleNamespace(name="mpi", rank=0, size=2), engine=SimpleNamespace(), step=0
+    )
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        guard = Guard(world)
+        guard.install()
+        with ThreadPoolExecutor() as thread:
+            thread.submit(guard.remove).result()
+        assert threading.excepthook is not guard._on_thread_exception
+        guard.remove()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_rank_whose_init_fails_after_joining_is_not_waited_for(forked, tmp_path):
