@@ -257,11 +257,11 @@ timelines: Final[WeakKeyDictionary[World, Timeline]] = WeakKeyDictionary()
 def start(world: World, path: str, mark_cycles: bool = False) -> None:
     """Start a timeline in a file, on rank 0; end one under way."""
     if world.rank == 0:
+        stop(world)  # first: it may still write to the same file
         _start(world, Timeline(path, world.transport.name, mark_cycles))
 
 
 def _start(world: World, timeline: Timeline) -> None:
-    stop(world)
     timelines[world] = timeline
     for number in world.sets:
         _watch(world, number)

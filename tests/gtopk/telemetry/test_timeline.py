@@ -216,6 +216,25 @@ def test_second_start_closes_the_first_file(tmp_path: Path) -> None:
     assert list(rows_in(tmp_path / "second")) == ["allreduce.two"]
 
 
+def test_second_start_replaces_the_content_of_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Timeline._append
+
+    def append_late(self: Timeline, records: list[dict[str, Any]]) -> None:
+        time.sleep(0.05)  # the first timeline still writes when the second is started
+        append(self, records)
+
+    monkeypatch.setattr(Timeline, "_append", append_late)
+    hvd.init()
+    timeline.start(world.current(), str(tmp_path / "trace"))
+    hvd.allreduce(torch.ones(1), name="one")
+    timeline.start(world.current(), str(tmp_path / "trace"))
+    hvd.allreduce(torch.ones(1), name="two")
+    hvd.shutdown()
+    assert list(rows_in(tmp_path / "trace")) == ["allreduce.two"]
+
+
 @pytest.mark.parametrize(("setting", "cycles"), [("", False), ("1", True), ("0", False)])
 def test_environment_sets_the_trace_file_and_cycle_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, cycles: bool
