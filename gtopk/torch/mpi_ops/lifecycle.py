@@ -205,5 +205,9 @@ def init(
     # Handles of an earlier world are invalid in this one.
     clear_handles()
     world.init(comm)
-    for process_set in requested:
-        sets.register(process_set)
+    try:
+        for process_set in requested:
+            sets.register(process_set)
+    except BaseException:
+        world.shutdown()  # a set that all ranks refuse must not leave a world behind either
+        raise

@@ -176,3 +176,10 @@ def test_process_set_carried_over_by_recovery_may_be_added_again(threads) -> Non
             assert hvd.add_process_set([0, 2]).process_set_id > 3
 
     threads(3, program)
+
+
+def test_init_with_a_refused_process_set_leaves_no_world_behind() -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"all of 0\.\.0"):
+            hvd.init(process_sets=[hvd.ProcessSet([0, 5])])
+        assert not hvd.is_initialized()
