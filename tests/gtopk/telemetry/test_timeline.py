@@ -228,7 +228,7 @@ def test_second_start_replaces_the_content_of_the_same_file(
     monkeypatch.setattr(Timeline, "_append", append_late)
     hvd.init()
     timeline.start(world.current(), str(tmp_path / "trace"))
-    hvd.allreduce(torch.ones(1), name="one")
+    hvd.allreduce(torch.ones(1), name="one" * 99)
     timeline.start(world.current(), str(tmp_path / "trace"))
     hvd.allreduce(torch.ones(1), name="two")
     hvd.shutdown()
