@@ -77,7 +77,7 @@ def parser() -> Command:
     lines = "file with lines such as: name slots=4"
     where.add_argument("--hostfile", type=Path, help=lines)
     option, flag = described.option, described.flag
-    launcher = "default: what is installed; torchrun where the script calls init_process_group"
+    launcher = "default: what is installed; a script that calls init_process_group needs torchrun"
     option("--launcher", None, None, launcher, choices=LAUNCHERS)
     words = "more options for mpirun, quoted as one argument"
     option("--mpi-args", None, None, words, metavar="WORDS")

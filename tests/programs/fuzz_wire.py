@@ -33,7 +33,7 @@ from collectives.wire.message import VERSION, checksum_of
 
 SENDER = 4
 FORMATS = [Format(indices, values) for indices in ALL_INDEX_CODES for values in VALUE_CODES]
-# Offsets and widths of the header's fields, from wire/header.py.
+# Offsets and widths of the header's fields, from wire/message.py.
 FIELDS = [(0, 4), (4, 1), (5, 1), (6, 1), (7, 1), (8, 8), (16, 8), (24, 8), (32, 8), (40, 4)]
 FIELDS += [(44, 2), (46, 2), (48, 8), (56, 8)]
 # Weights of the kinds of mutation below; those that reach the parsers come more often.

@@ -402,7 +402,8 @@ def test_invalid_named_parameters_are_refused() -> None:
     pairs = list(model.named_parameters())
     for named, parts in (
         (pairs[:2], ("not in it", "number 2 of group 0, [3, 4]", "number 3 of group 0, [3]")),
-        ([], ("not in it", "number 0 of group 0")),
+        ([], ("not in it", "number 0 of group 0", "pass model.named_parameters() of the model")),
+        (model, ("pairs of a name and a parameter", "model.named_parameters()")),
         (
             renamed(model, "second.bias", "first.bias"),
             ("must be unique", "come twice: 'first.bias'", "prefix"),

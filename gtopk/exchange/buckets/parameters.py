@@ -20,6 +20,8 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
+_SHOWN: Final = 4  # parameters that an error lists
+
 
 class ParameterNames(dict[torch.nn.Parameter, str]):
     """Names of all parameters that an optimizer steps or has stepped, in order, without duplicates.
@@ -71,8 +73,8 @@ def name_parameters(
     """
     if named_parameters is None:
         return ParameterNames(optimizer.param_groups)
-    # It may be a generator, and the pairs are needed several times.
-    pairs = list(named_parameters)
+    # It may be a generator, and the pairs are needed several times. A module is not iterable.
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
             "named_parameters must be pairs of a name and a parameter, as "
@@ -93,9 +95,11 @@ def name_parameters(
         if p not in named
     ]
     if unnamed:
+        more = f"; and {len(unnamed) - _SHOWN} more" if len(unnamed) > _SHOWN else ""
         raise ValueError(
             "named_parameters was given, but the optimizer has parameters that are not in it: "
-            f"{'; '.join(unnamed)}"
+            f"{'; '.join(unnamed[:_SHOWN])}{more}; pass model.named_parameters() of the model that "
+            "the optimizer steps"
         )
     return ParameterNames(optimizer.param_groups, named)
 

@@ -17,7 +17,7 @@ from collectives.wire.message import MAGIC
 from tests.collectives.algorithms.worlds import VARIANTS, entries
 
 LENGTH, K = 9, 3
-NUMBER_AT = 46  # byte offset in a message: wire/header.py
+NUMBER_AT = 46  # byte offset in a message: wire/message.py
 SPARSE = [variant for variant in VARIANTS if variant != "dense"]
 
 
