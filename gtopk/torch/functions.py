@@ -57,7 +57,10 @@ def _named(params: object) -> list[Named]:
     pairs: Iterable[Any]
     if isinstance(params, Mapping):
         pairs = sorted(((str(k), v) for k, v in params.items()), key=lambda pair: pair[0])
-    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
+    # A Sequential is iterable, too: over its layers.
+    elif isinstance(params, Iterable) and not isinstance(
+        params, torch.Tensor | torch.nn.Module | str
+    ):
         pairs = (item if isinstance(item, tuple) else (None, item) for item in params)
     else:
         raise ValueError(

@@ -114,7 +114,9 @@ def test_broadcast_parameters_refuses_other_types() -> None:
     model = make_model(RANK)
     raises(ValueError, lambda: hvd.broadcast_parameters(torch.ones(2), 0), "invalid params of type")
     raises(ValueError, lambda: hvd.broadcast_parameters(None, 0), "invalid params of type")
-    raises(ValueError, lambda: hvd.broadcast_parameters(model, 0), "number 0 is of type", "Conv2d")
+    raises(ValueError, lambda: hvd.broadcast_parameters(model, 0), "pass model.state_dict()")
+    layers = [*model]
+    raises(ValueError, lambda: hvd.broadcast_parameters(layers, 0), "number 0 is of type", "Conv2d")
     raises(ValueError, lambda: hvd.broadcast_parameters({"a": 1}, 0), "'a' is of type", "int")
     raises(ValueError, lambda: hvd.broadcast_parameters([torch.ones(2)], SIZE), f"0..{SIZE - 1}")
 

@@ -175,7 +175,7 @@ def test_step_signatures_that_differ_are_an_error_quoting_both() -> None:
     )
     model = Pair()
     model.second.bias.requires_grad_(not IS_ODD)
-    cases.append((model, {}, sides("parameter 'second.bias' [3]", "less")))
+    cases.append((model, {}, sides("parameter 'second.bias' [3]", "nothing in its place")))
 
     for model, arguments, parts in cases:
         optimizer = distribute(model, **arguments)

@@ -27,7 +27,7 @@ def describe_mismatch(specs: Mapping[int, Sequence[str]]) -> str:
     shared = set(first).intersection(*others)
     # Quote the first part on each rank that not all share; later differences often follow from it.
     differing = {
-        rank: next((part for part in signature if part not in shared), "less")
+        rank: next((part for part in signature if part not in shared), "nothing in its place")
         for rank, signature in specs.items()
     }
     if len(set(differing.values())) == 1:  # all ranks have the same parts in different orders
@@ -59,7 +59,8 @@ def describe_deadlock(waiting: Mapping[int, str]) -> str:
     in_step = [name.startswith(_GRADIENTS) for name in waiting.values()]
     advice = advice_on(waiting.values())
     if not advice and any(in_step) and not all(in_step):
-        advice = advice_on_uneven(_GRADIENTS)
+        everywhere = "; call each operation on all ranks, not under `if hvd.rank() == 0`"
+        advice = f"{everywhere}{advice_on_uneven(_GRADIENTS)}"
     if all(name.startswith("fsdp.") for name in waiting.values()):
         advice = "; all replicas must use a module in a pass, or none of them"
     return f"the ranks disagree about their next operation: {waits}{advice}"

@@ -29,7 +29,7 @@ def test_mismatch_message_quotes_only_options_that_differ():
 
 def test_mismatch_message_names_rank_with_shorter_signature():
     text = describe_mismatch({3: ["a", "x", "y"], 7: ["a", "x"]})
-    assert text == "the ranks disagree about a: rank 3: y; rank 7: less"
+    assert text == "the ranks disagree about a: rank 3: y; rank 7: nothing in its place"
 
 
 def test_same_signature_in_another_order_is_a_mismatch():
@@ -41,7 +41,8 @@ def test_deadlock_message_names_likely_cause():
     uneven = describe_deadlock({0: "gradients.0.bias.0", 1: "allreduce.loss", 2: "allreduce.loss"})
     assert uneven.startswith(
         "the ranks disagree about their next operation: rank 0: gradients.0.bias.0; "
-        "ranks 1, 2: allreduce.loss; give all ranks equally many batches"
+        "ranks 1, 2: allreduce.loss; call each operation on all ranks, not under "
+        "`if hvd.rank() == 0`; give all ranks equally many batches"
     )
     assert uneven.endswith("call hvd.join() when it is done")
     alone = describe_deadlock({0: "allgather.checkpoint.problem", 1: "gradients.0.bias.0"})
