@@ -12,6 +12,7 @@ import torch
 from collectives.algorithms import Regions
 from collectives.algorithms.gtopk import USUAL_GROWTH
 from collectives.cost_model import Candidate
+from collectives.cost_model.prediction import WIDENING_OPTIONS
 from collectives.wire import WHOLE, Format
 from collectives.wire.format import (
     CHOSEN_FROM,
@@ -185,6 +186,8 @@ class SparseCompression(ErrorFeedback):
         check_density("density", self.density)
         check_density("warmup_from", self.warmup_from)
         check_count("warmup_steps", self.warmup_steps)
+        if (option := WIDENING_OPTIONS.get(self.algorithm)) is not None:
+            check_widening(option, getattr(self, option))
         super().__post_init__()
 
     def density_at(self, steps: int) -> float:
@@ -198,10 +201,14 @@ class SparseCompression(ErrorFeedback):
 
     def widening(self) -> float:
         """Return the factor by which an update may have more entries than a rank selects."""
-        return 1.0
+        option = WIDENING_OPTIONS.get(self.algorithm)
+        return 1.0 if option is None else float(getattr(self, option))
 
     def widened(self, widening: float) -> SparseCompression:
         """Return a copy with another widening; raise ValueError if the method has none."""
+        if self.algorithm in WIDENING_OPTIONS:
+            changed: dict[str, Any] = {WIDENING_OPTIONS[self.algorithm]: widening}
+            return replace(self, **changed)
         if widening != 1.0:
             raise ValueError(f"{self.algorithm} has no widening, got {widening:g}")
         return self
@@ -256,16 +263,6 @@ class GTopK(SparseCompression):
 
     algorithm: ClassVar[str] = "gtopk"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_widening("growth", self.growth)
-
-    def widening(self) -> float:
-        return self.growth
-
-    def widened(self, widening: float) -> SparseCompression:
-        return replace(self, growth=widening)
-
     def options(self, k: int, length: int) -> dict[str, Any]:
         return {"growth": self.growth}
 
@@ -280,16 +277,6 @@ class OkTopK(SparseCompression):
     k_out: float = 1.0
 
     algorithm: ClassVar[str] = "oktopk"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_widening("k_out", self.k_out)
-
-    def widening(self) -> float:
-        return self.k_out
-
-    def widened(self, widening: float) -> SparseCompression:
-        return replace(self, k_out=widening)
 
     def options(self, k: int, length: int) -> dict[str, Any]:
         """Return the options; `regions` is a new object that keeps boundaries between steps."""
@@ -315,7 +302,6 @@ class Hierarchical(SparseCompression):
         super().__post_init__()
         check_choice("across", self.across, ("gtopk", "oktopk"))
         check_choice("inside", self.inside, ("picks", "dense"))
-        check_widening("growth", self.growth)
         if self.inside == "dense" and self.adam_correction is not None:
             raise ValueError(
                 "adam_correction needs each rank's own gradients, but inside='dense' sums them "
@@ -330,9 +316,6 @@ class Hierarchical(SparseCompression):
 
     def widening(self) -> float:
         return self.growth if self.across == "gtopk" else 1.0
-
-    def widened(self, widening: float) -> SparseCompression:
-        return replace(self, growth=widening)
 
     def options(self, k: int, length: int) -> dict[str, Any]:
         if self.across == "oktopk":
