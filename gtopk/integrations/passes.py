@@ -35,7 +35,7 @@ from ..optim.step_checks import ReplicaCheck, require_check
 from ..optim.step_transaction import NOT_FINITE, PREEMPTED
 from ..optim.wrapped.local_residual import center_of
 from ..runtime.coordinator import Operation
-from ..runtime.world import world
+from ..runtime.world import process_sets, world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.step_report import RecordedStep
 
@@ -439,11 +439,8 @@ def process_set_of(group: ProcessGroup | None) -> ProcessSet:
     )
     if len(ranks) == here.size:
         return global_process_set
-    for number, members in here.sets.items():
-        if list(members.ranks) == ranks:
-            found = ProcessSet(ranks)
-            found.process_set_id = number
-            return found
+    if (found := process_sets.find(ranks)) is not None:
+        return found
     raise ValueError(
         f"the process group of ranks {ranks} is no process set of gtopk: on all ranks call "
         f"hvd.init(process_sets=[hvd.ProcessSet({ranks}), ...]) first"

@@ -196,16 +196,19 @@ def register(process_set: ProcessSet) -> None:
     process_set.process_set_id = number
 
 
-def find_or_register(ranks: list[int]) -> ProcessSet:
-    """Return the process set of these ranks; register it if needed. A collective."""
+def find(ranks: list[int]) -> ProcessSet | None:
+    """Return the process set of these ranks; None if none is registered."""
     for number, members in world.current().sets.items():
         if list(members.ranks) == ranks:
             found = ProcessSet(ranks)
             found.process_set_id = number
             return found
-    made = ProcessSet(ranks)
-    register(made)
-    return made
+    return None
+
+
+def find_or_register(ranks: list[int]) -> ProcessSet:
+    """Return the process set of these ranks; register it if needed. A collective."""
+    return find(ranks) or add(ranks)
 
 
 def _ranks_of_all(comm: Any, transport: Transport) -> list[list[int]]:
@@ -228,6 +231,11 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     Raises ValueError if sets are not dynamic, or a set of these ranks exists.
     """
     _must_be_dynamic()
+    return add(process_set)
+
+
+def add(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set, as `register` does, and return it."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     register(process_set)
