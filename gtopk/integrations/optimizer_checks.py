@@ -126,7 +126,7 @@ def _check_all(
     for checks in instances:
         # Otherwise only after the closure, whose pass may be the first of a new hook: that retires
         # an earlier phase's hook, which would refuse the new optimizer.
-        if closure is None or checks.has_checked(optimizer):
+        if closure is None or optimizer in checks.checked:
             checks.check(optimizer)
     if closure is None:
         return None
@@ -219,6 +219,7 @@ class OptimizerChecks:
     residuals: see `ResidualNote`; detects that the hook's state is not loaded with the
         optimizer's. None: the optimizer's own state shows it.
     retire: a method, referred to weakly, called when another hook has taken over the model.
+    checked: the optimizers that it has checked, which belong to the model.
     corrected: the gradients that a correction turned into steps, to refuse clipping in every step:
         the hook calls its `agree` after each pass.
     """
@@ -240,8 +241,8 @@ class OptimizerChecks:
         self.corrected = CorrectedGradients(compression, adam)
         self._skips, self._compression, self._rank = skips, compression, rank
         self._logs_advice, self._hint, self._stepped = logs_advice, hint, stepped
-        self._checked = WeakSet[torch.optim.Optimizer]()
-        # Not derived from `_checked`, because a replaced optimizer disappears from it.
+        self.checked = WeakSet[torch.optim.Optimizer]()
+        # Not derived from `checked`, because a replaced optimizer disappears from it.
         self._has_warned = self._has_stepped = False
         self._note = None if residuals is None else ResidualNote(residuals)
         self._retire = None if retire is None else weakref.WeakMethod(retire)
@@ -277,7 +278,7 @@ class OptimizerChecks:
         """Check an optimizer that is about to step, if it belongs to the model."""
         if self._is_retired:
             return
-        if optimizer in self._checked:
+        if optimizer in self.checked:
             ResidualNote.take(optimizer)
         else:
             parameters = self._skips.parameters()
@@ -296,7 +297,7 @@ class OptimizerChecks:
                 self._has_warned = True
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 warn_of_few_entries(self._compression, trained)
-            # Before `_checked` has the optimizer, so that a script that catches the error gets it
+            # Before `checked` has the optimizer, so that a script that catches the error gets it
             # again in the next step.
             if self._stepped is None:
                 require_one_momentum(optimizer, self._compression)
@@ -310,23 +311,15 @@ class OptimizerChecks:
                     warn_of_lost_residual(self._rank, optimizer, norm)
                 self._note.add_to_saved(optimizer)
             self._has_stepped = True
-            self._checked.add(optimizer)
+            self.checked.add(optimizer)
         # Here, and not in a hook of each optimizer, which a script may forget: a NaN would stay in
         # the parameters. A GradScaler has already seen it.
-        self.drop(optimizer)
-        self.corrected.require_unchanged(optimizer)
-
-    def has_checked(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer was checked, and so belongs to the model."""
-        return optimizer in self._checked
-
-    def drop(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop an optimizer's gradients if the last pass does not count."""
         self._skips.drop(optimizer)
+        self.corrected.require_unchanged(optimizer)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped, so that its model may be saved."""
-        if optimizer in self._checked:
+        if optimizer in self.checked:
             self._skips.is_due = False
 
 
