@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ..runtime.coordinator.operation import Work, do_nothing
+from ..runtime.coordinator.operation import Operation, Work, do_nothing
 from ..runtime.world import world
 from ..runtime.world.membership import World
 from .options import Job, O_co
@@ -89,7 +89,10 @@ class LoaderBase(ABC, Generic[O_co]):
         what: ends the operation's name. signature: words that must be equal on all ranks.
         """
         name = f"{self._name}.{what}"
-        return self._world.engine.submit(name, signature, work, flags=flags).wait()
+        return self._await(self._world.engine.submit(name, signature, work, flags=flags))
+
+    def _await(self, operation: Operation) -> Any:
+        return operation.wait()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches until every sample has been in a batch of one rank."""

@@ -26,6 +26,7 @@ from collectives.transports import Transport
 
 from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
+from ..exchange.buckets.parameters import describe_parameter
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual_state import (
     ResidualState,
@@ -311,10 +312,7 @@ class OuterExchange:
         return outer_steps
 
     def _signature(self, signature: Sequence[str]) -> list[str]:
-        return [
-            *signature,
-            *(f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in self._names.items()),
-        ]
+        return [*signature, *(describe_parameter(name, p) for p, name in self._names.items())]
 
     def begin(
         self,

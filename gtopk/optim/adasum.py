@@ -25,6 +25,7 @@ from collectives.transports import Transport
 from ..compression import Compression, Compressor
 from ..exchange.buckets.arrays import from_array, to_array
 from ..exchange.buckets.parameters import (
+    describe_parameter,
     name_parameters,
     place_placeholders,
     refuse_complex,
@@ -209,10 +210,7 @@ class _AdasumOptimizer(Wrapping):
         return [
             f"op=Adasum compression={self._compression.__name__} "
             f"max_skipped_steps={self._skipped.allowed}",
-            *(
-                f"parameter '{self._parameter_names[p]}' {list(p.shape)} {p.dtype}"
-                for p in self._trained()
-            ),
+            *(describe_parameter(self._parameter_names[p], p) for p in self._trained()),
         ]
 
     def _run(self, part: str, work: Work, flags: int = 0) -> Any:

@@ -28,6 +28,7 @@ from collectives.transports import Transport
 from ..compression import Automatic, GTopK, NoneCompressor, SparseCompression
 from ..exchange.bucket_exchange import attach_adam, open_bucket_exchange
 from ..exchange.buckets.arrays import device_of
+from ..exchange.buckets.parameters import describe_parameter
 from ..exchange.exchange import DenseExchange, Progress, open_residual
 from ..exchange.sparse_gradients import AnyBucketExchange, SparseGradientExchange
 from .options import Options
@@ -219,7 +220,7 @@ class Plan:
         """Return the options, shapes, dtypes and strides that must be equal on all ranks."""
         signature = self.options.signature()
         for name, parameter in zip(self.names, self.trained, strict=True):
-            description = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
+            description = describe_parameter(name, parameter)
             # Vectors follow memory order: different strides would add up different elements.
             if not parameter.is_contiguous():
                 strides = torch.empty_like(parameter, device="meta").stride()

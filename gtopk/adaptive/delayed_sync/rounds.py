@@ -42,6 +42,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from ...exchange.buckets.parameters import describe_parameter
 from ...optim.step_checks import Divergence, ReplicaCheck
 from ...runtime.coordinator import Work
 from ...runtime.coordinator.agreement import describe_mismatch
@@ -371,8 +372,7 @@ class RoundWire:
         self.exchange, self._name, self._engine = exchange, name, world.engine
         self._settings, self._steps, policy = settings, steps, optimizer.step_policy
         self._signature = [
-            f"parameter '{policy.names[p]}' {list(p.shape)} {p.dtype}"
-            for p in exchange.bucket_exchange.parameters
+            describe_parameter(policy.names[p], p) for p in exchange.bucket_exchange.parameters
         ]
         # Checked together with a round when due, so that no rank waits for the check alone.
         self._replicas: ReplicaCheck = policy.replicas

@@ -18,9 +18,13 @@ from typing import Any, NamedTuple
 from collectives.transports import Counter, Transport
 
 from ...compression import ErrorFeedback
-from ...exchange.buckets.parameters import ADAPT_TRAINS, refuse_new_parameters
+from ...exchange.buckets.parameters import (
+    ADAPT_TRAINS,
+    describe_parameter,
+    refuse_new_parameters,
+)
 from ...optim.step_checks import BUFFERS_KEPT, SkipCounter, checksums, require_the_same
-from ...runtime.coordinator.operation import Work, do_nothing
+from ...runtime.coordinator import Operation
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
@@ -159,12 +163,8 @@ class MergingLoader(LoaderBase[MergingOptions]):
             "epoch", signature, lambda transport, all_flags: max(all_flags), self._cursor.count
         )
 
-    def _run(
-        self, what: str, signature: Sequence[str], work: Work = do_nothing, flags: int = 0
-    ) -> Any:
-        """Run an operation; its time counts as waiting in the current mega-batch."""
-        name = f"{self._name}.{what}"
-        operation = self._world.engine.submit(name, signature, work, flags=flags)
+    def _await(self, operation: Operation) -> Any:
+        """Wait for an operation; its time counts as waiting in the current mega-batch."""
         return self._steps.note_submit(operation).wait()
 
     def _existing_replica(self) -> Replica | None:
@@ -184,7 +184,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         """Check that all ranks start with the same model; predict the time of a merge."""
         names = self._optimizer.step_policy.names
         named = {p: names[p] for p in replica.parameters}
-        signature = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
+        signature = [describe_parameter(name, parameter) for parameter, name in named.items()]
         # At the center: replicas that resumed from a state differ by their offsets.
         with replica.at_center():
             own = checksums(named)
@@ -237,9 +237,6 @@ class MergingLoader(LoaderBase[MergingOptions]):
     def _announce_drain(self, drains: bool) -> None:
         """Tell all ranks whether this one drains."""
         drain_flags = self._run("drains", [], lambda transport, all_flags: list(all_flags), drains)
-        self._settle(drain_flags)
-
-    def _settle(self, drain_flags: Sequence[int]) -> None:
         self._settle_drains(drain_flags, "loader.merges", self.merges)
 
     def _step(self) -> None:
@@ -322,7 +319,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         self._epochs.reach(len(self._taken.order) - sum(map(len, batches.left)))
         self._weights = weights
         self._record_merge(Merge(reports, weights, batches.sizes), update is not None)
-        self._settle(drain_flags)
+        self._settle_drains(drain_flags, "loader.merges", self.merges)
 
     def _record_merge(self, merge: Merge, merged: bool) -> None:
         """Count the merge and the replicas that it dropped; log changes."""

@@ -104,6 +104,11 @@ def name_parameters(
     return ParameterNames(optimizer.param_groups, named)
 
 
+def describe_parameter(name: str, parameter: torch.Tensor) -> str:
+    """Return a text about a parameter that must be equal on all ranks."""
+    return f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
+
+
 def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Parameter]:
     """Return the parameters that require a gradient.
 
