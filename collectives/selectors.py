@@ -21,8 +21,9 @@ find nothing. `collectives.select` is exact, and faster than any of them
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import NormalDist
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -154,14 +155,9 @@ def sidco(dense: Array, k: int) -> SparseVector:
     return above(dense, magnitudes, threshold)
 
 
-class Selector(Protocol):
-    """A selector's signature; `dense` is float32 or float64 [n], unchanged."""
-
-    def __call__(self, dense: Array, k: int) -> SparseVector: ...
-
-
+# A selector takes `dense`, float32 or float64 [n], which it does not change, and k.
 # fixed_threshold asks for a threshold in place of k.
-SELECTORS: Final[dict[str, Selector]] = {
+SELECTORS: Final[dict[str, Callable[[Array, int], SparseVector]]] = {
     "sampled-dgc": sampled_dgc,
     "gaussian-k": gaussian_k,
     "mstopk": mstopk,
