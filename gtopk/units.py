@@ -118,7 +118,7 @@ _COUNT: Final = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKmMgGbB]?)")
 # Beyond, sums and quotients of times leave the range of a float.
 _SLOWEST, _FASTEST = 1.0, 1e18  # bits a second
 _LONGEST: Final = 1e9  # seconds
-_MOST: Final = 10**18  # of a count
+_MOST: Final = 1e30  # of a count
 
 _PREFIXES: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -131,7 +131,7 @@ def output_file(text: str) -> Path:
         if is_new:
             path.unlink()
     except OSError as error:
-        raise ValueError(f"{text} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
     return path
 
 
@@ -164,12 +164,18 @@ def json_value(value: Any) -> Any:
 
 
 def write_records(content: object, file: Path | None = STDOUT) -> None:
-    """Write records as JSON (see `json_value`) if a file was requested."""
+    """Write records as JSON (see `json_value`) if a file was requested.
+
+    Raises SystemExit, with a message, if the file cannot be written.
+    """
     text = json.dumps(json_value(content), indent=1)
     if file == STDOUT:
         print(text)
     elif file is not None:
-        file.write_text(f"{text}\n", encoding="utf-8")
+        try:
+            file.write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:  # the disk is full
+            sys.exit(f"gtopk: {file} cannot be written: {error.strerror}")
 
 
 PARAMETERS: Final = {

@@ -53,7 +53,7 @@ from .setting import (
 # Limits in samples a second, so that the seconds of different ranks can be added without losing
 # precision.
 _SLOWEST, _FASTEST = 1e-6, 1e9
-_SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[\d.]+)@(?P<second>.+)")
+_SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[^@]+)@(?P<second>.+)")
 
 
 def speeds(text: str) -> list[float]:
@@ -235,6 +235,8 @@ def _argument_error(
         return "scikit-learn, which has the digits, is not installed: pip install scikit-learn"
     if options.die and (others := [mode for mode in options.modes if mode not in SURVIVE_DEATHS]):
         return f"{others[0]} ends if a rank dies; --die is for {', '.join(SURVIVE_DEATHS)}"
+    if options.lr > (most := torch.finfo(torch.float32).max):
+        return f"--lr must be at most {most:g}, got {options.lr:g}"
     if options.batch < 8 * cluster.ranks:
         return f"--batch must be at least {8 * cluster.ranks}, got {options.batch}"
     return None

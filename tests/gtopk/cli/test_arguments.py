@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gtopk.cli.arguments import number_in, output_file
+from gtopk.cli.arguments import number_in, output_file, write_records
 
 PARSERS = [
     *("gtopk.cli.plan", "gtopk.cli.simulate", "gtopk.cli.top"),
@@ -49,6 +49,11 @@ def test_numeric_options_of_a_command_reject_nonfinite_values(place: str) -> Non
             for text in ("nan", "inf", "-1", "1e999"):
                 assert not is_number(action.type, text + unit), (action.dest, text + unit)
     assert numbers
+
+
+def test_full_disk_ends_a_command_with_the_file_and_the_reason() -> None:
+    with pytest.raises(SystemExit, match=r"^gtopk: /dev/full cannot be written: No space left"):
+        write_records({"a": 1}, Path("/dev/full"))
 
 
 def is_number(read: Any, text: str) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from collectives import ALGORITHMS, reduce
 from collectives.algorithms import Regions, shards
+from collectives.algorithms.options import check_names
 from collectives.cost_model import EXACT, Candidate, Format, Network, Rates, predict
 from collectives.cost_model.schedules import SCHEDULES
 from collectives.transports import Transport
@@ -164,6 +165,8 @@ def parse(words: str) -> tuple[str, dict[str, Any]]:
             Shards(**options)
         except TypeError as error:
             raise ValueError(str(error)) from None
+    else:
+        check_names(name, ALGORITHMS[name], options)
     return name, options
 
 

@@ -141,6 +141,8 @@ def test_invalid_words_exit_with_the_reason(
             "abs ends if a rank dies; --die is",
         ),
         ([*QUICK, "--batch", "8"], "--batch must be at least 16, got 8"),
+        ([*QUICK, "--lr", "1e300"], "--lr must be at most 3.40282e+38, got 1e+300"),
+        (["--slow", "2:1e6@1s", *QUICK], "--slow must name ranks 0..1"),
         ([*QUICK, "--modes", "local-sgd", "--json", "/dev/null/x"], "/x cannot be written"),
     ],
 )

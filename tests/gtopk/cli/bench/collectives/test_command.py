@@ -94,6 +94,7 @@ def test_benchmark_runs_under_mpirun(
         ("--picks random", "--picks: must be one of uniform, "),
         ("--algorithms gtpok", "--algorithms: an algorithm must be one of "),
         ("--algorithms gtopk:growth", "--algorithms: an option must be written name=value"),
+        ("--algorithms gtopk:period=2", "--algorithms: algorithm 'gtopk' has no option 'period'"),
         ("--algorithms shards:growth=2", "--algorithms: shards take period and bits, got growth"),
         ("--algorithms shards:bits=5", "--algorithms: bits must be one of 2, 3, 4, 8, 16, 32"),
         ("--algorithms shards:period=x", "--algorithms: period must be an integer, got 'x'"),
