@@ -1,5 +1,9 @@
-"""A thread continues after the main thread's end; "begun": it has used an operation before."""
+"""A thread continues after the main thread's end; "begun": it has used an operation before.
 
+"exit handler": in place of a thread, an exit handler continues, once the engine has looked.
+"""
+
+import atexit
 import sys
 import threading
 
@@ -27,7 +31,8 @@ def train() -> None:
     if sys.argv[1] == "begun":
         add()
     begun.set()
-    threading.main_thread().join()
+    if sys.argv[1] != "exit handler":
+        threading.main_thread().join()
     while looked.acquire(blocking=False):
         pass
     for _ in range(2):  # the engine has checked since then, and may have left
@@ -43,5 +48,8 @@ Engine._leave_if_program_ended = look_and_tell
 hvd.init()
 (engine_thread,) = (each for each in threading.enumerate() if each.name == "gtopk-engine")
 begun = threading.Event()
-threading.Thread(target=train).start()
-begun.wait()
+if sys.argv[1] == "exit handler":
+    atexit.register(train)
+else:
+    threading.Thread(target=train).start()
+    begun.wait()

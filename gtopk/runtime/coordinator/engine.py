@@ -53,6 +53,7 @@ SET_REMOVED: Final = "removed its process set"  # a reason for `close`
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # for peers to leave a job that cannot go on
 _POLL_SECONDS: Final = 0.2  # how often an idle engine checks whether the program has ended
 _STUCK_SECONDS: Final = 0.5  # a thread that has waited this long will not submit anything soon
+_EXIT_SECONDS: Final = 5.0  # for exit handlers, while peers may already wait for this rank
 _LONGEST_BURST_CYCLES: Final = 5  # a longer burst of submissions is split
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 8e-3
 _PAUSE_GROWTH: Final = 1.5
@@ -98,6 +99,7 @@ class Engine:
         self._waited_for: dict[int, str] = {}  # by thread: the operation that it last waited for
         self._closing: str | None = None
         self._program_ended = False  # but threads that never submitted go on
+        self._exit_seen = 0.0  # when the main thread was first seen to have ended
         self._leave_timeout_seconds: float | None = None
         self._remaining: list[int] = []
         self.failure: PeerError | None = None
@@ -306,14 +308,18 @@ class Engine:
         """Leave if the program has ended but one of its threads keeps the process alive.
 
         The rank stays for threads that have submitted operations, as they may submit more. It does
-        not wait for other threads, which may sleep for ever.
+        not wait for other threads, which may sleep for ever. If there is none, exit handlers run,
+        which may submit operations, too; the last one leaves.
         """
         if self._closing is not None:
             return
         if threading.main_thread().is_alive() or self._owner.is_alive():
             return
         threads = [t for t in threading.enumerate() if t.is_alive() and not t.daemon]
-        if any(thread.ident in self._submitters for thread in threads) or self.finishes_later():
+        self._exit_seen = self._exit_seen or time.perf_counter()
+        is_exiting = not threads and time.perf_counter() - self._exit_seen < _EXIT_SECONDS
+        submits = any(thread.ident in self._submitters for thread in threads)
+        if is_exiting or submits or self.finishes_later():
             return
         self._program_ended = True
         self._closing = self.departure_notice(PROGRAM_ENDED)

@@ -15,6 +15,7 @@ PROGRAM = Path(__file__).parents[3] / "programs" / "outlives.py"
     ("argument", "printed"),
     [
         ("begun", ["1.0", "1.0"]),
+        ("exit handler", ["1.0"]),
         (
             "not begun",
             [
