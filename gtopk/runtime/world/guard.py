@@ -303,8 +303,9 @@ class Guard:
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         self._threading_excepthook(arguments)
-        # SystemExit in a thread only ends that thread, as without gtopk.
-        if arguments.exc_type is not SystemExit:
+        # SystemExit in a thread only ends that thread, as without gtopk. So does any exception once
+        # this rank leaves: its daemon threads may still begin operations, which then fail.
+        if arguments.exc_type is not SystemExit and not self.world.is_leaving:
             self._fail(arguments.exc_value or arguments.exc_type())
 
     def _fail(self, error: BaseException) -> None:

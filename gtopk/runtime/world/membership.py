@@ -258,6 +258,7 @@ class World:
     is_homogeneous: whether all nodes have the same number of ranks.
     unfinished: work in progress on all ranks, to be finished before they leave.
     failures:   the errors of that work; known once this rank has left.
+    is_leaving: whether this rank leaves, or has left; an operation that a thread begins then fails.
     introductions: every rank's `Heartbeat` introduction, in rank order; None if a rank has none.
     """
 
@@ -326,6 +327,7 @@ class World:
                 self.began_unix_seconds = agree_on_now(transport)
         self.unfinished: list[Unfinished] = []
         self.failures: list[Exception] = []
+        self.is_leaving = False
         self._finishers: list[Callable[[], None]] = []
         self.engine = Engine(transport)
         self.engine.finishes_later = self._finishes_later
@@ -402,6 +404,7 @@ class World:
         First finishes unfinished work; its errors go to `failures`.
         leave_timeout_seconds: the longest wait for the others. Returns the ranks that stay.
         """
+        self.is_leaving = True
         self._begin_to_finish()
         # Close sets first: their channels use the world's transport, which is left last.
         for number in [number for number in self.sets if number]:

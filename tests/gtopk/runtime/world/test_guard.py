@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from collectives.transports import local_world
+from gtopk.runtime.world import world
 from gtopk.runtime.world.guard import Guard
 from tests.matrix import some_of
 from tests.started import finished
@@ -275,6 +277,20 @@ def test_rank_ends_when_nobody_reads_its_stderr(unread_stderr):
     guard = object.__new__(Guard)
     guard.name, guard.place = "rank 1 of 2", "host one, pid 7"
     assert unread_stderr(lambda: guard._print("ends the job"))
+
+
+def test_thread_exception_ends_the_job_only_until_the_rank_leaves():
+    """Daemon threads that communicate in a loop fail when the program ends."""
+    with world.entered(local_world(1)[0]) as here:
+        guard = object.__new__(Guard)
+        guard.world = here
+        failed: list[BaseException] = []
+        vars(guard).update(_threading_excepthook=print, _fail=failed.append)
+        errors = [RuntimeError("while it trains"), RuntimeError("once it leaves")]
+        for error in errors:
+            guard._on_thread_exception(threading.ExceptHookArgs([type(error), error, None, None]))
+            here.leave("its program ended")
+    assert failed == errors[:1]
 
 
 def test_sigterm_handler_of_a_retired_guard_calls_the_present_one(monkeypatch):
