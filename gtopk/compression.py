@@ -236,7 +236,7 @@ class TopK(SparseCompression):
 class GTopK(SparseCompression):
     """Global top-k: all ranks agree on one set of k to growth * k entries (Shi et al. 2019).
 
-    Start with density=0.01 and compare with a dense run; halve it as long as accuracy holds.
+    Start with the larger of 0.001 and 1000/n for n parameters; raise it if accuracy suffers.
 
     density: the share of its entries that a rank sends in a step. Lower: fewer bytes, slower
         convergence per step. With fewer than about 500 entries a step accuracy suffers.
