@@ -141,6 +141,8 @@ class GTopKState(HookState):
         # others are done.
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # errors of this pass
+        self._given = 0  # how many buckets DDP has passed in this backward pass
+        self._expected: int | None = None  # how many it has; None: the last one was not passed yet
         # Only the engine's thread uses these two.
         self._buckets = 0  # how many buckets the step has; 0: not known yet
         self._not_finite: dict[int, list[int]] = {}  # by rank: DDP's numbers of those buckets
@@ -192,7 +194,9 @@ class GTopKState(HookState):
         if is_joined:
             return future.then(self._value_or_failure)
         # Not through the future: DDP would take an exception there for a tensor.
-        after_backward(self._raise_failure)
+        self._given += 1
+        self._expected = number + 1 if is_last else self._expected
+        after_backward(self._end_backward)
         write_flat_gradients(bucket.parameters(), buffer)
         if is_last:
             after_backward(self._note_agreed)
@@ -282,6 +286,20 @@ class GTopKState(HookState):
         if failures:
             raise failures[0]
 
+    def _end_backward(self) -> None:
+        """Raise the pass's first error, or ValueError if DDP has left out a bucket.
+
+        Called once for each bucket; the first call checks. A pass ends with DDP's last bucket.
+        """
+        given, expected = self._given, self._expected
+        self._given, self._expected = 0, None
+        self._raise_failure()
+        if given and given != expected:
+            raise ValueError(
+                f"rank {self._world.rank}: DDP did not pass all of its buckets to the hook: "
+                "create it without skip_all_reduce_unused_params=True"
+            )
+
     def _value_or_failure(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         self._raise_failure()
         return done.value()
@@ -325,6 +343,7 @@ class GTopKState(HookState):
         self._finisher.submit(int).result()
         super()._abort_pass()
         self._pending, self._buckets, self._failures, self._not_finite = [], 0, [], {}
+        self._given, self._expected = 0, None
 
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
         """Replace the residual, from the next step on; call it only between steps.

@@ -373,9 +373,10 @@ def refuse_another_model(bucket: GradBucket, bucket_exchanges: BucketExchanges) 
         bucket_exchanges
     ):
         raise ValueError(
-            "this GTopKState belongs to another model: use one GTopKState for each model (or, if "
-            "one model has parameters of several dtypes, leave out static_graph=True: with it DDP "
-            "does not number its first buckets)"
+            "this GTopKState belongs to another model: use one GTopKState for each model (or leave "
+            "out DDP's skip_all_reduce_unused_params=True and, if the model has parameters of "
+            "several dtypes, static_graph=True: with them DDP leaves out buckets, or does not "
+            "number its first ones)"
         )
 
 

@@ -1,5 +1,6 @@
 """For ranks of ddp_checks.py: gTop-k as a communication hook of PyTorch's DDP."""
 
+import inspect
 import itertools
 import re
 from collections.abc import Callable
@@ -542,6 +543,18 @@ def test_gtopk_state_of_two_models_is_refused() -> None:
         train(second, range(1))
     train(first, range(2, 4))
     assert state.progress.steps == 4
+
+
+def test_ddp_that_leaves_out_buckets_is_refused() -> None:
+    """The pass would never end, and the next one would undo what it took from the residual."""
+    option = "skip_all_reduce_unused_params"
+    if option not in inspect.signature(DistributedDataParallel).parameters:
+        return  # an older torch
+    for unused in (0, 3):
+        model = wrapped(GTopKState(0.5), find_unused_parameters=True, **{option: True})
+        model.module.used = [layer for layer in range(4) if layer != unused]
+        with pytest.raises(ValueError, match=f"{option}=True"):
+            train(model, range(2))
 
 
 class Complex(torch.nn.Module):
