@@ -203,7 +203,7 @@ class Guard:
         # An absolute path, which stays valid if the script changes its directory.
         self._failure_folder = os.path.abspath(failures) if failures else ""
         self._retired = self._has_reported = False  # reported: its error was printed
-        self._is_reporting = False  # printing an error
+        self._reporting: set[int] = set()  # threads that are printing an error
         self._sigterm_pending = False  # SIGTERM came meanwhile
         self._is_stopping = False  # announcing a SIGTERM, which takes a second or two
         self._heartbeat = heartbeat
@@ -321,12 +321,12 @@ class Guard:
     @contextlib.contextmanager
     def _delay_sigterm(self) -> Iterator[None]:
         """Delay SIGTERM until the body ends: launchers send it as soon as one rank is lost."""
-        self._is_reporting = True
+        self._reporting.add(threading.get_ident())
         try:
             yield
         finally:
-            self._is_reporting = False
-            if self._sigterm_pending:
+            self._reporting.discard(threading.get_ident())
+            if self._sigterm_pending and not self._reporting:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _announce_and_wait(self, how: str) -> None:
@@ -353,7 +353,7 @@ class Guard:
             # A recovery happened within `termination`, which restores this old handler at its end.
             active._on_sigterm(number, frame)
             return
-        if self._is_reporting:
+        if self._reporting:
             self._sigterm_pending = True
             return
         if self._is_stopping:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -322,6 +323,24 @@ def test_guard_can_be_removed_from_a_thread_other_than_the_main_one():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_waits_for_every_thread_that_prints_an_error(monkeypatch):
+    guard = object.__new__(Guard)
+    guard._reporting, guard._sigterm_pending = set(), False
+    sent: list[Any] = []
+    monkeypatch.setattr(os, "kill", lambda *signal: sent.append(signal))
+
+    def report() -> None:
+        with guard._delay_sigterm():
+            guard._sigterm_pending = True
+
+    other = threading.Thread(target=report)
+    with guard._delay_sigterm():
+        other.start()
+        other.join()
+        assert sent == []
+    assert sent == [(os.getpid(), signal.SIGTERM)]
 
 
 def test_rank_whose_init_fails_after_joining_is_not_waited_for(forked, tmp_path):
