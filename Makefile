@@ -60,12 +60,11 @@ MPICH_FAULTS := killed_launcher or beyond_31 or sigterm_on_one_rank or by_sigint
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
 
-# One worker more than two cores: where tests wait for their ranks, another has the core. Compiled
-# once, for all the ranks that start: where PYTHONDONTWRITEBYTECODE is set, each would compile all
-# files anew.
+# Two workers: where a test waits for its ranks, another has the core. Compiled once, for all the
+# ranks that start: where PYTHONDONTWRITEBYTECODE is set, each would compile all files anew.
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m compileall -q gtopk collectives models tests/programs
-	$(VENV)/bin/python -m pytest --numprocesses=3 --dist=worksteal $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal $(ARGS)
 
 # Alone, `ARGS=tests/gtopk/as_horovod` runs the scripts written for Horovod, each by itself.
 test-matrix: $(VENV)/.dev

@@ -40,7 +40,7 @@ def test_environment_variable_changes_no_recipe(target: str, name: str) -> None:
 def test_command_line_variables_are_used() -> None:
     commands = recipe("test", "VENV=/my/own", "ARGS=--maxfail=1", "PYTHON=python9", ARGS="--co")
     assert "python9 -m venv /my/own\n" in commands
-    test = "/my/own/bin/python -m pytest --numprocesses=3 --dist=worksteal --maxfail=1\n"
+    test = "/my/own/bin/python -m pytest --numprocesses=2 --dist=worksteal --maxfail=1\n"
     assert test in commands
     assert "rm -rf /my/own " in recipe("clean", "VENV=/my/own")
 
