@@ -18,7 +18,7 @@ def finished_job(request, forked, torchrun):
     Once with torchrun, where ranks have different hash secrets, and so different orders of sets.
     """
     start = torchrun if request.param == 2 else forked
-    return request.param, start(request.param, "ddp_checks.py")
+    return request.param, start(request.param, "ddp_checks.py", timeout=300)
 
 
 def test_ddp_hook_exchanges_buckets_by_gtopk(finished_job):
