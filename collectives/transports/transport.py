@@ -45,10 +45,9 @@ def print_line(text: str) -> None:
 
     If stderr is closed or its reader is gone, the line is lost, without an error.
     """
-    if sys.stderr is None:  # print() would write to stdout
-        return
-    with suppress(OSError, ValueError):
-        print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # else print() would write to stdout
+        with suppress(OSError, ValueError):
+            print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def end_process(exit_code: int) -> NoReturn:
