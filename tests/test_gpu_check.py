@@ -122,6 +122,7 @@ def test_run_of_passed_and_skipped_stages_succeeds(check_run: CheckRun) -> None:
     assert check_run.run({"well": "", "skipped": "raise SystemExit(77)"})
 
 
+@pytest.mark.matrix
 def test_hanging_stage_is_killed_and_logs_its_tracebacks(check_run: CheckRun) -> None:
     assert not check_run.run({"hangs": HANGS, "deaf": DEAF}, {"next": ""}, limit=4)
     assert check_run.outcomes == {"hangs": "timed out", "deaf": "timed out", "next": "ok"}
@@ -129,7 +130,7 @@ def test_hanging_stage_is_killed_and_logs_its_tracebacks(check_run: CheckRun) ->
     assert check_run.rows["deaf"]["exit_code"] == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("then", ["", "import time; time.sleep(600)"], ids=["ends", "hangs"])
+@pytest.mark.parametrize("then", some_of(["", "import time; time.sleep(600)"], ""))
 def test_processes_left_behind_by_a_stage_are_killed(check_run: CheckRun, then: str) -> None:
     check_run.run({"parent": f"{LEAVES_A_CHILD}\n{then}"}, limit=30 if not then else 5)
     assert not alive(int(check_run.log("parent").split()[0]))
@@ -215,7 +216,16 @@ ON_A_CPU = {
     **dict.fromkeys(("mpirun 4", "torchrun 4", "hogbatch"), "ok"),
     **dict.fromkeys(("warm", "memcheck", "racecheck", "counters"), "skipped"),
 }
-LONG = ("mpirun 2", "mpirun 4", "torchrun 2", "torchrun 4", "hogbatch", "features", "transformer")
+LONG = (
+    "mpirun 2",
+    "mpirun 4",
+    "torchrun 2",
+    "torchrun 4",
+    "hogbatch",
+    "features",
+    "transformer",
+    "bench",
+)
 QUICK = [name for name in ON_A_CPU if name not in LONG]
 
 

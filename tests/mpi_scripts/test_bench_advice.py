@@ -116,6 +116,7 @@ def test_advice_errors_are_relative_to_the_measurement() -> None:
     assert rows[3] == "| what compression saves | 3 | 25 % | 1 | -50 % (10mbit, 8 ranks) |"
 
 
+@pytest.mark.matrix
 def test_bench_advice_compares_an_emulated_network_with_its_line(tmp_path: Path) -> None:
     require_hosts()
     small = ["--rates", "80mbit", "--hosts", "2", "--densities", "0.05", "0.5", "--rounds", "1"]

@@ -18,7 +18,6 @@ from gtopk.cli.bench.collectives.contenders import BASELINES, Place
 from gtopk.cli.bench.collectives.library import open_library
 from mpi_scripts import bench_collectives as baselines
 from mpi_scripts.bench_collectives import Collectives
-from tests.matrix import some_of
 
 LENGTH, K = 2_000, 100
 
@@ -125,7 +124,8 @@ def test_published_baselines_run_beside_gtopk(
         assert name in output
 
 
-@pytest.mark.parametrize("launch", some_of(["mpirun", "torchrun"], "mpirun"))
+@pytest.mark.matrix
+@pytest.mark.parametrize("launch", ["mpirun", "torchrun"])
 def test_published_baselines_run_on_mpi_and_gloo(request, launch: str, tmp_path: Path) -> None:
     path = tmp_path / "collectives.json"
     words = [

@@ -32,6 +32,7 @@ def test_convergence_rows_are_paired_by_seed_and_dense_runs_once(tmp_path: Path,
     assert sparse["runs"][0]["sent_bytes"] < dense["runs"][0]["sent_bytes"] / 10
 
 
+@pytest.mark.matrix
 def test_first_seed_shifts_the_seeds_of_all_runs(tmp_path: Path) -> None:
     def trained(*words: str) -> list[float]:
         file = tmp_path / "runs.json"
@@ -57,6 +58,7 @@ def test_adam_recipes_are_compared_with_adamw(tmp_path: Path, capsys) -> None:
         assert f"| {accuracy - adam:+.2f} ± " in row
 
 
+@pytest.mark.matrix
 def test_sgd_recipes_are_compared_with_the_first_dense_recipe(tmp_path: Path, capsys) -> None:
     file = tmp_path / "runs.json"
     names = ["dense", "dense, no momentum", "topk"]

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from mpi_scripts.predictions import read
-from tests.matrix import some_of
 from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[2]
@@ -172,9 +171,10 @@ def test_signal_leaves_no_process_and_no_interface_behind(
     assert interfaces() == before
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("launcher", "transport"),
-    some_of([("mpirun", "mpi"), ("torchrun", "torch.distributed")], ("mpirun", "mpi")),
+    [("mpirun", "mpi"), ("torchrun", "torch.distributed")],
 )
 def test_bench_collectives_runs_on_emulated_hosts(
     tmp_path: Path, launcher: str, transport: str

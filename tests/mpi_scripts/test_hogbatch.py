@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mpi_scripts.hogbatch import MODES, REJECTED, Point, Run
 
 RUN = Run("hogbatch", 0, [Point(1, 0.5, 0.8), Point(2, 0.2, 0.9)], [1, 6, 3], [], 0, 0)
@@ -19,6 +21,7 @@ def test_run_reports_seconds_to_a_loss_and_share_of_slow_updates() -> None:
     assert RUN.slow_share == 0.9
 
 
+@pytest.mark.matrix
 def test_hogbatch_script_times_workers_in_every_mode(
     mpirun: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -145,6 +145,7 @@ def test_invalid_density_ends_the_job_with_one_error_line(mpirun, digits) -> Non
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.matrix
 def test_every_invalid_argument_is_one_error_that_names_it(train, digits, tmp_path) -> None:
     write_data(tmp_path / "0.npz")
     single = tmp_path / "single.npy"

@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from models.data.catalogue import SHAPES
 from models.data.synthetic_xml import resized, synthesise, write_xml
 
@@ -20,6 +22,7 @@ def files(folder: Path) -> list[str]:
     return arguments
 
 
+@pytest.mark.matrix
 def test_train_xml_plots_every_method_and_reports_bad_input_once(mpirun, tmp_path) -> None:
     good = files(tmp_path)
     small = ["--hidden", "16", "--batch-size", "10", "--lr", "2", "--negatives", "20"]

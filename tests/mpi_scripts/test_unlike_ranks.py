@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mpi_scripts.unlike_ranks import MODES, REJECTED, flaws
 
 
@@ -24,6 +26,7 @@ def test_rank_of_varying_speed_is_a_flaw() -> None:
     assert flaw.startswith("rank 1 varies by 50 %")
 
 
+@pytest.mark.matrix
 def test_unlike_ranks_script_times_every_mode(mpirun: Callable[..., Any]) -> None:
     job = mpirun(
         2,

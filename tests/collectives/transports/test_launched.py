@@ -67,7 +67,8 @@ def test_waits_for_missing_peers_end_under_mpirun(mpirun, ranks: int) -> None:
     assert_long_wait_was_announced(job, ranks)
 
 
-@pytest.mark.parametrize("ranks", some_of([2, 3], 2))
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_waits_for_missing_peers_end_over_torch_distributed(forked, ranks: int) -> None:
     job = forked(ranks, "collectives_peers.py", "torch.distributed")
     assert_every_rank_prints(job, ranks, "everyone was missed")

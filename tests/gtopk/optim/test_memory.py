@@ -12,7 +12,7 @@ from tests.matrix import some_of
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-@pytest.mark.parametrize("way", some_of(MEMORY, "sparse", "adam", "adam, shards"))
+@pytest.mark.parametrize("way", some_of(MEMORY, "sparse", "adam, shards"))
 def test_steps_use_the_memory_that_plan_predicts(forked, way: str) -> None:
     job = forked(2, "memory_of_a_step.py", way)
     assert job.returncode == 0, job.stderr

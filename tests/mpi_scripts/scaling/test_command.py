@@ -13,6 +13,7 @@ from mpi_scripts.scaling.__main__ import main
 from mpi_scripts.scaling.contenders import CONTENDERS
 
 
+@pytest.mark.matrix
 def test_every_contender_is_measured_on_real_ranks(mpirun: Any, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     arguments = ["--model", "resnet20", "--compute", "real", "--batch", "1", "--rounds", "1"]
@@ -31,6 +32,7 @@ def test_every_contender_is_measured_on_real_ranks(mpirun: Any, tmp_path: Path) 
     assert "gtopk-tree" in job.stdout
 
 
+@pytest.mark.matrix
 def test_torchrun_measures_ssgd_and_ddp_over_gloo(torchrun: Any, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     arguments = ["--model", "resnet20", "--compute", "real", "--batch", "1", "--rounds", "1"]

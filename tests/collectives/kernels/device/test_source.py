@@ -22,7 +22,8 @@ def compilers(beside: Any) -> Any:
     return beside("compile_kernels")
 
 
-@pytest.mark.parametrize("architecture", some_of(ARCHITECTURES, 75))
+@pytest.mark.matrix
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nvcc_compiles_every_kernel_without_register_spills(
     compilers: Any, architecture: int
 ) -> None:

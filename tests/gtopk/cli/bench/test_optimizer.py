@@ -53,6 +53,7 @@ def test_command_writes_its_measurements(tmp_path: Path, capsys):
     assert "over plain" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 def test_ddp_and_its_hooks_are_measured_under_mpirun(mpirun):
     ways = ["none", "ddp", "ddp-powersgd", "ddp-gtopk"]
     job = mpirun(2, "bench_optimizer.py", "--model", "160x1000", "--rounds", "2", "--ways", *ways)
@@ -78,6 +79,7 @@ def test_ways_that_an_emulated_link_does_not_slow_are_rejected(monkeypatch, caps
     assert "GTOPK_LINK=1gbit does not slow the messages of ddp: leave them out" in error
 
 
+@pytest.mark.matrix
 def test_default_ways_on_an_emulated_link_are_those_it_slows(mpirun):
     job = mpirun(
         4, "bench_optimizer.py", "--model", "160x1000", "--rounds", "1", GTOPK_LINK="1gbit"
