@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 
 def kernels() -> str:
@@ -33,7 +32,6 @@ def whole_number(
     variable: str,
     default: int | None,
     unit: str = "",
-    environ: Mapping[str, str] = os.environ,
     *,
     least: int = 1,
 ) -> int:
@@ -42,7 +40,7 @@ def whole_number(
     default: returned if the variable is unset, even if below `least`; None: it is required.
     unit:    named in the error.
     """
-    text = environ.get(variable, "")
+    text = os.environ.get(variable, "")
     if not text and default is not None:
         return default
     # `int` alone would also take "+4", " 4" and "1_000".

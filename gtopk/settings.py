@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -45,9 +45,9 @@ class Setting(Generic[T]):
     default: T
     shown: str
 
-    def read(self, environ: Mapping[str, str] = os.environ) -> T:
+    def read(self) -> T:
         """Return the value; raise a ValueError that names the variable if the text is invalid."""
-        text = environ.get(self.name)
+        text = os.environ.get(self.name)
         if not text:
             return self.default
         try:
@@ -55,9 +55,9 @@ class Setting(Generic[T]):
         except ValueError as error:
             raise ValueError(f"{self.name} must be {error}, got {text!r}") from None
 
-    def text(self, environ: Mapping[str, str] = os.environ) -> str:
+    def text(self) -> str:
         """Return the variable's text, unchecked; "" if it is unset."""
-        return environ.get(self.name, "")
+        return os.environ.get(self.name, "")
 
     def take(self) -> str:
         """Return the variable's text, unchecked, and unset it so that no child inherits it."""

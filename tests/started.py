@@ -6,11 +6,15 @@ import contextlib
 import ctypes
 import os
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
+from unittest.mock import patch
 
 import pytest
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
 # First on their path: it keeps them from loading the parts of torch that only its compiler needs.
@@ -21,6 +25,12 @@ RANKS_PATH = os.pathsep.join([STARTED_PATH, str(PROGRAMS / "without_gpu")])
 with contextlib.suppress(OSError):
     ctypes.CDLL("libcuda.so.1")
     RANKS_PATH = STARTED_PATH
+
+
+def under(environ: Mapping[str, str], call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what a call returns if the environment has these variables alone."""
+    with patch.dict(os.environ, environ, clear=True):
+        return call(*args, **kwargs)
 
 
 class Job(NamedTuple):

@@ -10,8 +10,6 @@ handlers on the root logger or on "gtopk", only those are used.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping
 from typing import Final
 
 from collectives.transports import transport
@@ -64,12 +62,12 @@ class _StderrHandler(logging.Handler):
             transport.print_line(text)
 
 
-def install_handler(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+def install_handler(rank: int) -> None:
     """Add this rank's handler to the logger, unless the script has added one.
 
     Raises ValueError if GTOPK_LOG is not a valid level.
     """
-    level = settings.LOG.read(environ)
+    level = settings.LOG.read()
     remove_handler()
     if any(not isinstance(each, logging.NullHandler) for each in _log.handlers):
         return
@@ -82,14 +80,12 @@ def install_handler(rank: int, environ: Mapping[str, str] = os.environ) -> None:
         handler.set_level = True
 
 
-def print_line(
-    text: str, level: int = logging.INFO, environ: Mapping[str, str] = os.environ
-) -> None:
+def print_line(text: str, level: int = logging.INFO) -> None:
     """Print a line of the library's, unless GTOPK_LOG asks for less.
 
     Also works before `init` has called `install_handler`.
     """
-    if level >= _LEVELS.get(settings.LOG.text(environ).lower(), logging.INFO):
+    if level >= _LEVELS.get(settings.LOG.text().lower(), logging.INFO):
         transport.print_line(text)
 
 

@@ -14,7 +14,7 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,15 +69,15 @@ class Settings(NamedTuple):
         return any(self._replace(every=0))
 
 
-def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
+def settings_from() -> Settings:
     """Return the settings from the environment; raise ValueError for invalid ones."""
     return Settings(
-        RUN.read(environ),
-        RUN_EVERY.read(environ),
-        TENSORBOARD.read(environ),
-        parse_address(PROMETHEUS.read(environ), PROMETHEUS.name),
-        WANDB.read(environ),
-        MLFLOW.read(environ),
+        RUN.read(),
+        RUN_EVERY.read(),
+        TENSORBOARD.read(),
+        parse_address(PROMETHEUS.read(), PROMETHEUS.name),
+        WANDB.read(),
+        MLFLOW.read(),
     )
 
 

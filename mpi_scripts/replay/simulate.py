@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -102,12 +100,12 @@ class SimulationError(RuntimeError):
     """SimGrid is missing, or a replay failed."""
 
 
-def find_python(environ: Mapping[str, str] = os.environ) -> str:
+def find_python() -> str:
     """Return a Python that has SimGrid: that of GTOPK_SIMGRID_PYTHON, this one, or the system's.
 
     Raises SimulationError if none has it.
     """
-    given = settings.SIMGRID_PYTHON.read(environ)
+    given = settings.SIMGRID_PYTHON.read()
     tried = [given] if given else [sys.executable, "/usr/bin/python3", shutil.which("python3")]
     for python in filter(None, tried):
         try:

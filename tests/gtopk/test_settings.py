@@ -11,6 +11,7 @@ import pytest
 from collectives import environment
 from gtopk import settings
 from gtopk.settings import SECTIONS, Setting
+from tests.started import under
 
 ROOT = Path(__file__).parents[2]
 ALL = [setting for section in SECTIONS.values() for setting in section]
@@ -40,7 +41,7 @@ LINKS = (
 def test_link_is_parsed_as_rate_and_optional_latency(
     text: str, bits_per_second: float, latency_seconds: float
 ) -> None:
-    link = settings.LINK.read({"GTOPK_LINK": text})
+    link = under({"GTOPK_LINK": text}, settings.LINK.read)
     assert link == pytest.approx((bits_per_second, latency_seconds))
 
 
@@ -49,12 +50,14 @@ def test_link_is_parsed_as_rate_and_optional_latency(
 def test_empty_variable_equals_an_unset_one(
     setting: Setting[object], environ: dict[str, str] | None
 ) -> None:
-    assert setting.read({setting.name: ""} if environ is None else environ) == setting.default
+    assert (
+        under({setting.name: ""} if environ is None else environ, setting.read) == setting.default
+    )
 
 
 @pytest.mark.parametrize("text", ["2.5", "25e-1", " 2.5 "])
 def test_number_is_parsed(text: str) -> None:
-    assert settings.TIMEOUT.read({"GTOPK_TIMEOUT": text}) == 2.5
+    assert under({"GTOPK_TIMEOUT": text}, settings.TIMEOUT.read) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -87,22 +90,27 @@ def test_number_is_parsed(text: str) -> None:
 def test_invalid_value_raises(setting: Setting[object], text: str, must_be: str) -> None:
     message = f"{setting.name} must be {must_be}, got {text!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        setting.read({setting.name: text})
+        under({setting.name: text}, setting.read)
 
 
 def test_heartbeat_timeout_may_be_zero() -> None:
-    assert settings.HEARTBEAT_TIMEOUT.read({"GTOPK_HEARTBEAT_TIMEOUT": "0"}) == 0.0
+    assert under({"GTOPK_HEARTBEAT_TIMEOUT": "0"}, settings.HEARTBEAT_TIMEOUT.read) == 0.0
 
 
 @pytest.mark.parametrize("text", ["off", "OFF", "0", "false", "no"])
 def test_switch_is_off_for_each_of_its_words(text: str) -> None:
-    assert settings.ADVICE.read({"GTOPK_ADVICE": text}) is False
-    assert settings.ADVICE.read({"GTOPK_ADVICE": "on"}) is settings.ADVICE.read({}) is True
+    assert under({"GTOPK_ADVICE": text}, settings.ADVICE.read) is False
+    assert (
+        under({"GTOPK_ADVICE": "on"}, settings.ADVICE.read)
+        is under({}, settings.ADVICE.read)
+        is True
+    )
 
 
 def test_pickles_are_allowed_only_by_1() -> None:
     allowed = {
-        text: settings.ALLOW_PICKLE.read({"GTOPK_ALLOW_PICKLE": text}) for text in ("1", "yes")
+        text: under({"GTOPK_ALLOW_PICKLE": text}, settings.ALLOW_PICKLE.read)
+        for text in ("1", "yes")
     }
     assert allowed == {"1": True, "yes": False}
 

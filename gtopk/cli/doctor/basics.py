@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import platform
 import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from importlib import import_module, metadata, util
 from pathlib import Path
@@ -92,9 +91,9 @@ def check_cores() -> Finding:
     """Probe how many cores ranks can share."""
     if not installed("numpy"):
         return Finding("cores", State.MISSING, "counting them needs numpy", "pip install numpy")
-    from collectives.cores import core_quota, usable_cores
+    from collectives.cores import granted_cores, usable_cores
 
-    quota = core_quota()
+    quota, _ = granted_cores()
     granted = "" if math.isinf(quota) else f", {quota:g} granted to this container"
     return Finding("cores", State.OK, f"{usable_cores()} usable{granted}")
 
@@ -249,13 +248,13 @@ def judge(detail: str, mpirun: tuple[str, str], library: tuple[str, str]) -> Fin
     return Finding("mpirun", State.OK, detail)
 
 
-def check_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
+def check_launcher() -> Finding:
     """Probe this process's launcher, and whether variables of launchers contradict each other."""
-    found = launchers(environ)
+    found = launchers()
     if not found:
         return Finding("launcher", State.OK, "none: this process runs alone")
     first, *others = found
-    carrier = transport_name(first, environ)
+    carrier = transport_name(first)
     detail = f"{first.launcher}: rank {first.rank} of {first.size}, joined over {carrier}"
     for other in others:
         if (other.rank, other.size) != (first.rank, first.size):

@@ -51,16 +51,10 @@ def check_interface() -> Finding:
         resolved = socket.gethostbyname(host)
     except OSError:
         resolved = ""
-    return judge_interface(choose_address(False), interfaces(), host, resolved, os.environ)
+    return judge_interface(choose_address(False), interfaces(), host, resolved)
 
 
-def judge_interface(
-    choice: Choice,
-    found: Mapping[str, str],
-    host: str,
-    resolved: str,
-    environ: Mapping[str, str] = os.environ,
-) -> Finding:
+def judge_interface(choice: Choice, found: Mapping[str, str], host: str, resolved: str) -> Finding:
     """Report the choice of interface, with advice to set another if it may be wrong.
 
     found: addresses by interface; resolved: the address of the host's name, "" for none.
@@ -78,7 +72,7 @@ def judge_interface(
     others = {name: each for name, each in outer.items() if name != chosen}
     if others:
         detail += f"; there are also {_listed(others)}"
-    problems = _interface_problems(chosen, others, host, resolved, environ)
+    problems = _interface_problems(chosen, others, host, resolved)
     if not problems:
         return Finding(INTERFACE, State.OK, detail)
     real = [name for name in (chosen, *others) if not name.startswith(INNER)]
@@ -92,15 +86,15 @@ def judge_interface(
 
 
 def _interface_problems(
-    chosen: str, others: Mapping[str, str], host: str, resolved: str, environ: Mapping[str, str]
+    chosen: str, others: Mapping[str, str], host: str, resolved: str
 ) -> list[str]:
-    named = [variable for variable in INTERFACE_VARIABLES if environ.get(variable)]
+    named = [variable for variable in INTERFACE_VARIABLES if os.environ.get(variable)]
     problems = []
     if chosen.startswith(INNER):
         problems.append(f"{chosen} leads to containers of this host, not to other hosts")
     elif not named and any(not name.startswith(INNER) for name in others):
         problems.append("no setting names one, and the transport may choose another one")
-    if not environ.get("GLOO_SOCKET_IFNAME") and (not resolved or resolved.startswith("127.")):
+    if not os.environ.get("GLOO_SOCKET_IFNAME") and (not resolved or resolved.startswith("127.")):
         resolution = f"resolves to {resolved}" if resolved else "does not resolve"
         problems.append(f"this host's name, '{host}', {resolution}, and gloo uses that address")
     return problems
@@ -135,29 +129,27 @@ def check_ports() -> Finding:
     return judge_ports(ports(_choice(), own), own)
 
 
-def ports(
-    choice: Choice, own: Sequence[tuple[str, str]], environ: Mapping[str, str] = os.environ
-) -> list[Port]:
+def ports(choice: Choice, own: Sequence[tuple[str, str]]) -> list[Port]:
     """Return the ports that ranks on several hosts would open here.
 
     choice: the heartbeat's address; own: (interface, address) pairs of this host.
     """
     found = []
     private = next((each for each in own if _is_private(*each)), None)
-    if choice.address and settings.HEARTBEAT_TIMEOUT.text(environ) != "0":
+    if choice.address and settings.HEARTBEAT_TIMEOUT.text() != "0":
         what = "the heartbeat (UDP)"
         if choice.by not in INTERFACE_VARIABLES:
             what += " and the call server of gtopk.run (TCP)"
         named = [f"{variable}={private[0]}" for variable in INTERFACE_VARIABLES] if private else []
         found.append(Port(what, choice.address, choice.by, named))
-    if address := _rendezvous_address(own, environ):
+    if address := _rendezvous_address(own):
         variables = [f"MASTER_ADDR={private[1]}"] if private else []
         found.append(Port("the rendezvous (TCP)", address, "MASTER_ADDR", variables))
-    if settings.PROMETHEUS.read(environ):
+    if settings.PROMETHEUS.read():
         # Imported here because it needs NumPy; the other probes must also work without it.
         from ...telemetry.run_record import settings_from
 
-        prometheus = settings_from(environ).prometheus
+        prometheus = settings_from().prometheus
         if prometheus is not None and (address := _resolved(prometheus.host)):
             without_host = [f"GTOPK_PROMETHEUS={prometheus.port}"]
             found.append(Port("metrics (TCP)", address, settings.PROMETHEUS.name, without_host))
@@ -200,10 +192,10 @@ def _choice() -> Choice:
         return Choice("", "")
 
 
-def _rendezvous_address(own: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> str:
+def _rendezvous_address(own: Sequence[tuple[str, str]]) -> str:
     """Return the address at which rank 0 would listen for the ranks; "" if not on this host."""
-    name = environ.get("MASTER_ADDR", "")
-    if not name or not environ.get("MASTER_PORT") or environ.get("TORCHELASTIC_RUN_ID"):
+    name = os.environ.get("MASTER_ADDR", "")
+    if not name or not os.environ.get("MASTER_PORT") or os.environ.get("TORCHELASTIC_RUN_ID"):
         return ""
     address = _resolved(name)
     # Debian maps a host's own name to a loopback address. Other hosts use another one, so the port

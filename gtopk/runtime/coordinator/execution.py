@@ -11,7 +11,6 @@ Also here: warnings and limits for stalled operations, and the engine's settings
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -58,15 +57,15 @@ class Settings(NamedTuple):
         return self._replace(idle_seconds=max(idle, _SHORTEST_IDLE_SECONDS))
 
 
-def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
+def settings_from() -> Settings:
     """Read the settings; raise ValueError for anything but a number of at least 0."""
-    is_disabled = settings.STALL_CHECK_DISABLE.read(environ)
-    warning = settings.STALL_CHECK_TIME.read(environ)
-    shutdown = settings.STALL_SHUTDOWN_TIME.read(environ)
+    is_disabled = settings.STALL_CHECK_DISABLE.read()
+    warning = settings.STALL_CHECK_TIME.read()
+    shutdown = settings.STALL_SHUTDOWN_TIME.read()
     return Settings(
-        cycle_seconds=settings.CYCLE_TIME.read(environ) / 1e3,
-        cache_capacity=int(settings.CACHE_CAPACITY.read(environ)),
-        fusion_threshold_bytes=int(settings.FUSION_THRESHOLD.read(environ)),
+        cycle_seconds=settings.CYCLE_TIME.read() / 1e3,
+        cache_capacity=int(settings.CACHE_CAPACITY.read()),
+        fusion_threshold_bytes=int(settings.FUSION_THRESHOLD.read()),
         # 0 stands for never, not for at once.
         stall_warning_seconds=math.inf if is_disabled else warning or math.inf,
         stall_shutdown_seconds=math.inf if is_disabled else shutdown or math.inf,

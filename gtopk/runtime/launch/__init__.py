@@ -7,7 +7,14 @@ mpirun.py     mpirun with the settings that it needs here
 from __future__ import annotations
 
 from ...errors import LaunchError, LaunchTimeoutError
-from .job import Launched, launched_by, launchers, require_sound_ranks, transport_name
+from .job import (
+    Launched,
+    launched_by,
+    launcher_transport,
+    launchers,
+    require_sound_ranks,
+    transport_name,
+)
 from .mpirun import (
     Mpi,
     by_reason,
@@ -30,6 +37,7 @@ __all__ = [
     "find_mpirun",
     "identify",
     "launched_by",
+    "launcher_transport",
     "launchers",
     "mpirun_command",
     "mpirun_settings",

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final, NamedTuple
@@ -65,39 +65,39 @@ _TORCHRUN_WORKER = "TORCHELASTIC_RUN_ID"  # only set by torchrun's agent, for it
 _SRUN = ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
-def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
+def launchers() -> list[Launched]:
     """Return the rank and size of every launcher with set variables, the innermost first.
 
     A launcher that started torchrun's agent does not count. srun only counts without another one,
     as it also starts mpirun's daemons.
     """
-    worker = _launched_from(_TORCHRUN, environ) if environ.get(_TORCHRUN_WORKER) else None
+    worker = _launched_from(_TORCHRUN) if os.environ.get(_TORCHRUN_WORKER) else None
     if worker is not None and worker.size > 1:
         return [worker]
-    found = [launched for names in _LAUNCHERS if (launched := _launched_from(names, environ))]
-    if not found and (launched := _launched_from(_SRUN, environ)):
+    found = [launched for names in _LAUNCHERS if (launched := _launched_from(names))]
+    if not found and (launched := _launched_from(_SRUN)):
         found.append(launched)
     return found
 
 
-def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
+def launched_by() -> Launched | None:
     """Return the launcher that started this process as a rank; None if it runs alone."""
-    launched = launchers(environ)
+    launched = launchers()
     # A single MPI rank also joins with MPI; a single rank of another launcher runs alone.
     return next((s for s in launched if s.variables[1] in _MPI_SIZES or s.size > 1), None)
 
 
-def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
+def require_sound_ranks() -> None:
     """Raise RuntimeError if a rank's number does not fit its size.
 
     Otherwise users who count ranks from 1, or set WORLD_SIZE too small, would wait in vain.
     """
     for launcher, rank, size in (*_LAUNCHERS, _SRUN):
-        if not environ.get(rank) or not environ.get(size):  # empty counts as unset
+        if not os.environ.get(rank) or not os.environ.get(size):  # empty counts as unset
             continue
-        given = f"{rank}={environ[rank]} and {size}={environ[size]} ({launcher})"
+        given = f"{rank}={os.environ[rank]} and {size}={os.environ[size]} ({launcher})"
         try:
-            number, count = int(environ[rank]), int(environ[size])
+            number, count = int(os.environ[rank]), int(os.environ[size])
         except ValueError:
             raise RuntimeError(f"{rank} and {size} must be whole numbers, got {given}") from None
         if count < 1:
@@ -116,23 +116,23 @@ _JOB_VARIABLES: Final = (
 )
 
 
-def _identity(job: Launched, environ: Mapping[str, str]) -> str:
-    return " ".join(environ.get(name, "-") for name in (*job.variables, *_JOB_VARIABLES))
+def _identity(job: Launched) -> str:
+    return " ".join(os.environ.get(name, "-") for name in (*job.variables, *_JOB_VARIABLES))
 
 
-def mark_joined(job: Launched, environ: MutableMapping[str, str] = os.environ) -> None:
+def mark_joined(job: Launched) -> None:
     """Mark this process as the launcher's rank, for processes that it starts."""
-    environ[settings.JOINED.name] = f"{os.getpid()} {_identity(job, environ)}"
+    os.environ[settings.JOINED.name] = f"{os.getpid()} {_identity(job)}"
 
 
-def require_own_rank(job: Launched, environ: Mapping[str, str] = os.environ) -> None:
+def require_own_rank(job: Launched) -> None:
     """Raise RuntimeError if this process was started by a process that is already the rank.
 
     The other ranks do not know a second process of one rank: MPI's start would wait for ever, and
     so would the job.
     """
-    pid, _, identity = settings.JOINED.text(environ).partition(" ")
-    if identity != _identity(job, environ) or int(pid) == os.getpid():
+    pid, _, identity = settings.JOINED.text().partition(" ")
+    if identity != _identity(job) or int(pid) == os.getpid():
         return
     try:
         os.kill(int(pid), 0)
@@ -146,23 +146,26 @@ def require_own_rank(job: Launched, environ: Mapping[str, str] = os.environ) -> 
     )
 
 
-def transport_name(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
+def transport_name(job: Launched | None) -> str:
     """Return the name of the transport for this environment and launcher."""
-    if requested := settings.TRANSPORT.read(environ):
-        return requested
+    return settings.TRANSPORT.read() or launcher_transport(job)
+
+
+def launcher_transport(job: Launched | None) -> str:
+    """Return the name of the transport for this launcher."""
     if job is None:
         return "local"
     # srun --mpi=pmix sets only PMIX_RANK, which child processes of its tasks inherit.
-    by_pmix = job.launcher == _SRUN[0] and environ.get("PMIX_RANK")
+    by_pmix = job.launcher == _SRUN[0] and os.environ.get("PMIX_RANK")
     if job.variables[1] in _MPI_SIZES or by_pmix:
         return "mpi"
     return "torch.distributed" if job.size > 1 else "local"
 
 
-def _launched_from(names: tuple[str, str, str], environ: Mapping[str, str]) -> Launched | None:
+def _launched_from(names: tuple[str, str, str]) -> Launched | None:
     launcher, rank, size = names
     try:
-        return Launched(launcher, int(environ[rank]), int(environ[size]), (rank, size))
+        return Launched(launcher, int(os.environ[rank]), int(os.environ[size]), (rank, size))
     except (KeyError, ValueError):
         return None
 
@@ -187,20 +190,20 @@ def _read_parent() -> None:
 os.register_at_fork(after_in_child=_read_parent)
 
 
-def torchrun_agent(environ: Mapping[str, str] = os.environ) -> int:
+def torchrun_agent() -> int:
     """Return the pid of torchrun's agent if it started this process, even if gone; else 0."""
-    return _parent if environ.get("TORCHELASTIC_RUN_ID") else 0
+    return _parent if os.environ.get("TORCHELASTIC_RUN_ID") else 0
 
 
-def launcher(environ: Mapping[str, str] = os.environ) -> int:
+def launcher() -> int:
     """Return the pid of torchrun's agent or Open MPI's daemon that started this process; else 0.
 
     It is 0 for a RANK set by hand, as the shell that started the rank may end before it.
     """
-    return torchrun_agent(environ) or (_parent if environ.get("OMPI_COMM_WORLD_RANK") else 0)
+    return torchrun_agent() or (_parent if os.environ.get("OMPI_COMM_WORLD_RANK") else 0)
 
 
-def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
+def ranks_here(job: Launched) -> int:
     """Return how many ranks of a job this process's parent has started; 0 if unknown.
 
     It is unknown if, for example, the parent is a shell between the launcher and this rank. A
@@ -208,26 +211,26 @@ def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
     """
     marker, count = _RANK_VARIABLES.get(job.variables[0], ("", ""))
     # A parent that has the variable itself is a rank's shell, not a launcher.
-    if marker not in environ or variable_of(_parent, marker) != "":
+    if marker not in os.environ or variable_of(_parent, marker) != "":
         return 0
-    text = environ.get(count, "")
+    text = os.environ.get(count, "")
     return int(text) if text.isdecimal() and int(text) > 1 else 0
 
 
-def launcher_has_ended(environ: Mapping[str, str] = os.environ) -> bool:
+def launcher_has_ended() -> bool:
     """Tell whether the launcher that started this process has ended."""
-    parent = launcher(environ)
+    parent = launcher()
     if not parent:
         return False
-    return os.getppid() != parent or (not torchrun_agent(environ) and _daemon_is_gone(environ))
+    return os.getppid() != parent or (not torchrun_agent() and _daemon_is_gone())
 
 
-def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
+def _daemon_is_gone() -> bool:
     """Tell whether Open MPI's daemon on this host has stopped listening at its ranks' address.
 
     This detects a daemon that ended before this module was imported.
     """
-    uris = (value for name, value in environ.items() if name.startswith("PMIX_SERVER_URI"))
+    uris = (value for name, value in os.environ.items() if name.startswith("PMIX_SERVER_URI"))
     match = next(filter(None, (re.search(r"tcp4://([\d.]+):(\d+)", uri) for uri in uris)), None)
     if match is None:
         return False

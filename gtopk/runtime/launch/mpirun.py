@@ -84,10 +84,10 @@ _REASONS: Final = (
 )
 
 
-def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def rank_environment(ranks: int | None) -> dict[str, str]:
     """Return the variables to add so that `ranks` ranks start and run well on this machine.
 
-    Covers Open MPI 4 and 5 (MPICH needs none); keeps variables in `environ`.
+    Covers Open MPI 4 and 5 (MPICH needs none); keeps variables in the environment.
     ranks: None: some ranks are on other hosts with an unknown number of cores.
     """
     from collectives.cores import usable_cores  # imported late, as it needs NumPy
@@ -97,32 +97,30 @@ def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ)
     if ranks is not None:
         variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     variables |= _SHARED_CORES if ranks is not None and ranks > cores else _UNBOUND
-    variables |= _open_mpi_variables(environ)
-    return {name: value for name, value in variables.items() if name not in environ}
+    variables |= _open_mpi_variables()
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
-def mpirun_settings(
-    threads: int, vendor: str, environ: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def mpirun_settings(threads: int, vendor: str) -> dict[str, str]:
     """Return the variables for an mpirun of this vendor to start any number of ranks here.
 
-    threads: per rank. Keeps variables in `environ`.
+    threads: per rank. Keeps variables in the environment.
     """
     variables = {"OMP_NUM_THREADS": str(threads)}
     if vendor == "Open MPI":
-        variables |= _SHARED_CORES | _UNBOUND | _open_mpi_variables(environ)
-    return {name: value for name, value in variables.items() if name not in environ}
+        variables |= _SHARED_CORES | _UNBOUND | _open_mpi_variables()
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
-def _open_mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def _open_mpi_variables() -> dict[str, str]:
     """Return the variables that Open MPI needs for this user, folders and installed programs."""
     variables: dict[str, str] = {}
     if os.geteuid() == 0:
         variables |= dict.fromkeys(_AS_ROOT, "1")
-    temporary = environ.get("TMPDIR", "/")
+    temporary = os.environ.get("TMPDIR", "/")
     if not os.path.isabs(temporary):
         variables |= dict.fromkeys(_TMPDIRS, os.path.abspath(temporary))
-    path = environ.get("PATH", "")
+    path = os.environ.get("PATH", "")
     if not shutil.which("ssh", path=path) and not shutil.which("rsh", path=path):
         variables["OMPI_MCA_plm_rsh_agent"] = ""
     home = os.path.expanduser("~")

@@ -53,18 +53,18 @@ class Choice(NamedTuple):
     by: str
 
 
-def own_address(one_host: bool, environ: Mapping[str, str] = os.environ) -> str:
+def own_address(one_host: bool) -> str:
     """Return the IPv4 address at which other ranks reach this one; "" if there is none.
 
     one_host: whether all ranks are on this host; then the address is not reachable from others.
     Raises ValueError if GTOPK_INTERFACE names an interface that this host does not have.
     """
-    return choose_address(one_host, environ).address
+    return choose_address(one_host).address
 
 
-def choose_address(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
+def choose_address(one_host: bool) -> Choice:
     """Return the address, as `own_address` does, and a text on how it was chosen."""
-    if name := settings.INTERFACE.read(environ):
+    if name := settings.INTERFACE.read():
         address = address_of(name)
         if not address:
             names = ", ".join(name for _, name in socket.if_nameindex())
@@ -76,11 +76,11 @@ def choose_address(one_host: bool, environ: Mapping[str, str] = os.environ) -> C
     if one_host:
         return Choice("127.0.0.1", "all ranks on one host")
     for variable in INTERFACE_VARIABLES[1:]:
-        for name in environ.get(variable, "").split(","):
+        for name in os.environ.get(variable, "").split(","):
             # NCCL uses the prefix = (as in =eth0) for an exact match.
             if address := address_of(name.lstrip("=")):
                 return Choice(address, variable)
-    master = environ.get("MASTER_ADDR", "")
+    master = os.environ.get("MASTER_ADDR", "")
     for other, by in ((master, f"route to MASTER_ADDR={master}"), (_OUTSIDE, "default route")):
         address = _address_towards(other)
         # A host's own name may resolve to its loopback, which no other host reaches.

@@ -46,7 +46,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -68,9 +68,9 @@ if TYPE_CHECKING:
 _NAME: Final = re.compile(r"failure_rank(\d+)\.json")
 
 
-def folder_from(environ: Mapping[str, str] = os.environ) -> str:
+def folder_from() -> str:
     """Return the folder for failure files; "": write none."""
-    return settings.FAILURE_DIR.read(environ) or settings.RUN.read(environ)
+    return settings.FAILURE_DIR.read() or settings.RUN.read()
 
 
 def path_of(folder: str | Path, rank: int) -> Path:
@@ -144,16 +144,14 @@ _PATH: Final = "TORCHELASTIC_ERROR_FILE"
 _CONSEQUENCE_SECONDS: Final = 10  # torchrun notices a rank's end within this time
 
 
-def write_error_file(
-    text: str, error: BaseException | None, environ: Mapping[str, str] = os.environ
-) -> None:
+def write_error_file(text: str, error: BaseException | None) -> None:
     """Write torchrun's error file for this rank; without torchrun, do nothing.
 
     error: with its traceback; None: another rank is the cause. The file then gets a time in the
     future: torchrun reports the earliest failure as the root cause, and gives a killed rank, which
     has no file, the time at which it notices the death.
     """
-    path = environ.get(_PATH)
+    path = os.environ.get(_PATH)
     if not path:
         return
     when = int(time.time())

@@ -30,7 +30,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -41,7 +41,7 @@ from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from ... import settings
-from ..launch import Launched, launched_by, require_sound_ranks, transport_name
+from ..launch import Launched, launched_by, launcher_transport, require_sound_ranks
 from ..launch.job import launcher, launcher_has_ended, own_place, ranks_here
 from ..liveness.heartbeat import address_towards
 from ..liveness.watchdog import Siblings, WatchdogSettings, deadline
@@ -70,25 +70,25 @@ class Address(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-def master(environ: Mapping[str, str]) -> Address | None:
+def master() -> Address | None:
     """Return the address in MASTER_ADDR and MASTER_PORT; None if they are not set.
 
     Raises ValueError if the port is not a number.
     """
-    if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT"):
+    if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         return None
-    port = whole_number("MASTER_PORT", None, environ=environ, least=0)
-    return Address(environ["MASTER_ADDR"], port)
+    port = whole_number("MASTER_PORT", None, least=0)
+    return Address(os.environ["MASTER_ADDR"], port)
 
 
-def srun_address(environ: Mapping[str, str]) -> Address:
+def srun_address() -> Address:
     """Return the rendezvous address of a Slurm step, which every rank derives from its variables.
 
     Raises RuntimeError if Slurm's variables are not sufficient.
     """
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     try:
-        job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+        job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", "0"))
         # A different port for each step of a job, and for concurrent jobs.
         return Address(first_node(nodes), 20000 + (16 * job + step) % 10000)
     except (KeyError, ValueError) as error:
@@ -170,11 +170,11 @@ def _read_address(answer: bytes) -> Address:
     return Address(host, int(port))
 
 
-def horovodrun_server(environ: Mapping[str, str]) -> HorovodrunServer | None:
+def horovodrun_server() -> HorovodrunServer | None:
     """Return horovodrun's server if the environment names one."""
     try:
-        host = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-        port = int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        host = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+        port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     except (KeyError, ValueError):
         return None
     return HorovodrunServer(Address(host, port))
@@ -228,24 +228,22 @@ def join(
     if over is None:
         over = settings.TRANSPORT.read()
     if over not in _LAYERED:
-        name = transport_for(job, {**os.environ, settings.TRANSPORT.name: over})
-        return _join(ranks, job, name, timeouts)
-    launcher_transport = transport_for(job, {**os.environ, settings.TRANSPORT.name: ""})
-    bootstrap = _join(ranks, job, launcher_transport, timeouts)
+        return _join(ranks, job, transport_for(job, over), timeouts)
+    bootstrap = _join(ranks, job, transport_for(job, ""), timeouts)
     return open_transport(over, *timeouts, bootstrap=bootstrap)
 
 
-def missing_ranks_warning(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
+def missing_ranks_warning(size: int) -> str | None:
     """Return, on rank 0, a warning if fewer ranks have joined than were launched; else None.
 
     size: the size of the world that this rank has joined.
     Raises RuntimeError on every rank if each rank is alone, since each would train its own model.
     GTOPK_TRANSPORT=local allows that.
     """
-    job = launched_by(environ)
+    job = launched_by()
     if job is None or job.size <= size:
         return None
-    requested = settings.TRANSPORT.read(environ)
+    requested = settings.TRANSPORT.read()
     who, advice = "gtopk has made", "`gtopk doctor` checks whether launcher and MPI match"
     if requested:
         who = f"GTOPK_TRANSPORT={requested} makes"
@@ -304,14 +302,13 @@ def _check(ranks: Sequence[int], rank: int, size: int) -> None:
         )
 
 
-def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
+def transport_for(job: Launched | None, requested: str) -> str:
     """Return the name of the transport for a job's ranks; job None: a single rank."""
-    requested = settings.TRANSPORT.read(environ)
     if requested and requested not in TRANSPORTS:
         raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {requested!r}")
-    if job is None and not requested:
-        return "torch.distributed" if _has_process_group() else "local"
-    return transport_name(job, environ)
+    if job is None and not requested and _has_process_group():
+        return "torch.distributed"
+    return requested or launcher_transport(job)
 
 
 def _has_process_group() -> bool:
@@ -396,8 +393,8 @@ def _open_store(job: Launched, start_timeout_seconds: float) -> TCPStore:
     """Return the rendezvous store; rank 0 serves it."""
     from collectives.transports.rendezvous import connect
 
-    address = master(os.environ)
-    server = horovodrun_server(os.environ)
+    address = master()
+    server = horovodrun_server()
     if address is None and server is not None:
         if job.rank == 0:
             # Port 0: the system chooses a free one, which the server then publishes.
@@ -407,7 +404,7 @@ def _open_store(job: Launched, start_timeout_seconds: float) -> TCPStore:
             return store
         address = server.fetch(job.rank, start_timeout_seconds)
     elif address is None and job.launcher == "srun":
-        address = srun_address(os.environ)
+        address = srun_address()
     if address is None:
         raise RuntimeError(
             f"{job.launcher} started this process as rank {job.rank} of {job.size} and sets no "

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,18 +56,16 @@ class Members:
 _log = logging.getLogger("gtopk")
 
 
-def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> None:
+def emulate_on(transport: Transport) -> None:
     """Pace a transport's messages as GTOPK_LINK says. A collective.
 
     Raises ValueError on every rank for an invalid or differing GTOPK_LINK, for ranks on several
     hosts, and for NCCL, whose messages cannot be paced.
     """
-    emulate_given(transport, transport.gather_object(settings.LINK.text(environ)), environ)
+    emulate_given(transport, transport.gather_object(settings.LINK.text()))
 
 
-def emulate_given(
-    transport: Transport, texts: Sequence[str], environ: Mapping[str, str] = os.environ
-) -> None:
+def emulate_given(transport: Transport, texts: Sequence[str]) -> None:
     """Pace messages like `emulate_on`; texts: every rank's GTOPK_LINK."""
     # Compare the texts before parsing any: all ranks raise the same error, or none does.
     for rank, text in enumerate(texts):
@@ -77,7 +74,7 @@ def emulate_given(
                 f"{settings.LINK.name} must be the same on all ranks, got {texts[0]!r} on rank 0 "
                 f"and {text!r} on rank {rank}"
             )
-    link = settings.LINK.read(environ)
+    link = settings.LINK.read()
     if link is None or transport.size == 1:
         return
     if transport.name == "nccl":
@@ -103,16 +100,14 @@ def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def over_gpus(
-    transport: Transport, gpus_of_ranks: Sequence[int], environ: Mapping[str, str] = os.environ
-) -> Transport:
+def over_gpus(transport: Transport, gpus_of_ranks: Sequence[int]) -> Transport:
     """Return the transport for tensors on hosts and GPUs; sends nothing.
 
     gpus_of_ranks: how many GPUs each rank sees, the same on all ranks.
     """
     if transport.size == 1 or not any(gpus_of_ranks):
         return transport
-    choice = configured_choice(transport, gpus_of_ranks, environ)
+    choice = configured_choice(transport, gpus_of_ranks)
     if choice is not None:
         _log_choice(transport, choice)
         return transport
@@ -123,15 +118,13 @@ def over_gpus(
     )
 
 
-def configured_choice(
-    transport: Transport, gpus_of_ranks: Sequence[int], environ: Mapping[str, str] = os.environ
-) -> RouteChoice | None:
+def configured_choice(transport: Transport, gpus_of_ranks: Sequence[int]) -> RouteChoice | None:
     """Return the route for GPU messages; None: choose at the first such message."""
     if isinstance(transport, NcclTransport):
         return transport.choice
-    if settings.LINK.text(environ):
+    if settings.LINK.text():
         return RouteChoice(GpuRoute.STAGED, f"NCCL messages cannot be paced ({settings.LINK.name})")
-    if requested := settings.TRANSPORT.read(environ):
+    if requested := settings.TRANSPORT.read():
         return RouteChoice(GpuRoute.STAGED, f"selected by GTOPK_TRANSPORT={requested}")
     if without_gpu := [rank for rank, count in enumerate(gpus_of_ranks) if not count]:
         sees = "see" if without_gpu[1:] else "sees"
@@ -139,7 +132,7 @@ def configured_choice(
     return None
 
 
-def choose_gpu_route(transport: Transport, environ: Mapping[str, str] = os.environ) -> str:
+def choose_gpu_route(transport: Transport) -> str:
     """Choose the route for GPU messages in a trial of all ranks; return the log text.
 
     Each rank uses the GPU of its local rank. Returns "" if no rank has a GPU.
@@ -147,7 +140,7 @@ def choose_gpu_route(transport: Transport, environ: Mapping[str, str] = os.envir
     gpus_of_ranks = transport.gather_object(visible_gpus())
     if transport.size == 1 or not any(gpus_of_ranks):
         return ""
-    choice = configured_choice(transport, gpus_of_ranks, environ)
+    choice = configured_choice(transport, gpus_of_ranks)
     if choice is None:
         place = transport.neighbours().index(transport.rank)
         nccl = NcclTransport(transport, timeout_seconds=transport.timeout_seconds, automatic=True)
@@ -184,9 +177,9 @@ class Unfinished(Protocol):
         """
 
 
-def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> bool:
+def checks_messages_on(transport: Transport) -> bool:
     """Tell whether GTOPK_CHECK_MESSAGES is on; raise ValueError if invalid, or with NCCL."""
-    is_enabled = settings.CHECK_MESSAGES.read(environ)
+    is_enabled = settings.CHECK_MESSAGES.read()
     if is_enabled and transport.name == "nccl":
         raise ValueError(
             f"{settings.CHECK_MESSAGES.name}=1 cannot check NCCL's messages: unset it, or send GPU "

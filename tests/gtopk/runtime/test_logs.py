@@ -16,6 +16,7 @@ from collectives.transports import local_world
 from gtopk import load_latest, save_checkpoint
 from gtopk.runtime import logs
 from gtopk.runtime.world import world
+from tests.started import under
 
 LOG = logging.getLogger("gtopk")
 
@@ -45,7 +46,7 @@ def test_log_level_depends_on_rank_and_setting(
     capsys: pytest.CaptureFixture[str], rank: int, setting: str, levels: list[str]
 ) -> None:
     with without_other_handlers():
-        logs.install_handler(rank, {"GTOPK_LOG": setting})
+        under({"GTOPK_LOG": setting}, logs.install_handler, rank)
         LOG.info("info %d", 1)
         LOG.warning("rank %d: warning %d", rank, 2)  # some messages name the rank themselves
         LOG.warning("of all", extra=logs.EVERYWHERE)
@@ -69,7 +70,7 @@ def test_script_with_its_own_handler_gets_each_line_once(
             received.append(record.getMessage())
 
     with without_other_handlers():
-        logs.install_handler(0, {})
+        under({}, logs.install_handler, 0)
         logging.getLogger().addHandler(Own())
         LOG.warning("once")
     assert received == ["once"]
@@ -78,8 +79,8 @@ def test_script_with_its_own_handler_gets_each_line_once(
 
 def test_second_handler_replaces_the_first_ones_rank(capsys: pytest.CaptureFixture[str]) -> None:
     with without_other_handlers():
-        logs.install_handler(0, {})
-        logs.install_handler(1, {})  # after an elastic recovery
+        under({}, logs.install_handler, 0)
+        under({}, logs.install_handler, 1)  # after an elastic recovery
         LOG.warning("once")
     assert capsys.readouterr().err == "gtopk: rank 1: once\n"
 
@@ -88,7 +89,7 @@ def test_line_gets_the_rank_as_prefix_unless_it_begins_with_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with without_other_handlers():
-        logs.install_handler(1, {})
+        under({}, logs.install_handler, 1)
         LOG.warning("rank 10 left")
         LOG.warning("rank 1 stays")
     output = capsys.readouterr().err
@@ -108,7 +109,7 @@ def test_message_that_cannot_be_printed_raises_nothing(
         raise error
 
     with without_other_handlers():
-        logs.install_handler(0, {})
+        under({}, logs.install_handler, 0)
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
         LOG.info("news")
         monkeypatch.undo()
@@ -117,7 +118,7 @@ def test_message_that_cannot_be_printed_raises_nothing(
 
 def test_unknown_log_level_is_refused() -> None:
     with pytest.raises(ValueError, match="GTOPK_LOG must be one of debug, info"):
-        logs.install_handler(0, {"GTOPK_LOG": "loud"})
+        under({"GTOPK_LOG": "loud"}, logs.install_handler, 0)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +128,8 @@ def test_unknown_log_level_is_refused() -> None:
 def test_print_line_obeys_the_log_setting(
     capsys: pytest.CaptureFixture[str], setting: str, printed: str
 ) -> None:
-    logs.print_line("news", environ={"GTOPK_LOG": setting})
-    logs.print_line("bad", logging.WARNING, {"GTOPK_LOG": setting})
+    under({"GTOPK_LOG": setting}, logs.print_line, "news")
+    under({"GTOPK_LOG": setting}, logs.print_line, "bad", logging.WARNING)
     assert capsys.readouterr().err.replace("gtopk: ", "").split() == printed.split()
 
 

@@ -28,6 +28,7 @@ from gtopk.telemetry.run_record import LineFile, Settings, recorder_of, settings
 from gtopk.telemetry.sinks import Address, Endpoint, Metrics, parse_address
 from gtopk.telemetry.step_report import batch
 from tests.gtopk.made_runs import begin, report
+from tests.started import under
 
 
 def lines_in(path: Path) -> list[dict[str, Any]]:
@@ -301,8 +302,8 @@ def test_last_step_is_written_only_once(tmp_path: Path) -> None:
 )
 def test_invalid_settings_raise(variables: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        settings_from(variables)
-    assert not settings_from({}).is_enabled
+        under(variables, settings_from)
+    assert not under({}, settings_from).is_enabled
     assert Settings(run="a").is_enabled
 
 

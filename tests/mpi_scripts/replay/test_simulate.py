@@ -22,6 +22,7 @@ from collectives.cost_model import (
 from gtopk.cli import main
 from mpi_scripts.replay.simulate import Platform, SimulationError, find_python, simulate
 from mpi_scripts.replay.traces import Reduction, profile_of, trace_of
+from tests.started import under
 
 LENGTH, SELECTED = 1_000_000, 1000
 LINK = Link.of(1e8, 1e-4)
@@ -276,14 +277,14 @@ def test_folder_named_simgrid_is_not_taken_for_the_package(
     (tmp_path / "simgrid").mkdir()  # for example a checkout of its sources
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SimulationError, match="apt-get install python3-simgrid"):
-        find_python({"GTOPK_SIMGRID_PYTHON": sys.executable})
+        under({"GTOPK_SIMGRID_PYTHON": sys.executable}, find_python)
 
 
 def test_python_that_cannot_run_is_reported_without_simgrid(tmp_path: Path) -> None:
     (tmp_path / "python").touch()  # is not executable
     for place in (tmp_path / "python", tmp_path / "nothing"):
         with pytest.raises(SimulationError, match=f"which {re.escape(str(place))} does not have"):
-            find_python({"GTOPK_SIMGRID_PYTHON": str(place)})
+            under({"GTOPK_SIMGRID_PYTHON": str(place)}, find_python)
 
 
 def test_missing_python_is_skipped_for_the_next_candidate(
@@ -293,5 +294,4 @@ def test_missing_python_is_skipped_for_the_next_candidate(
     has_all.write_text("#!/bin/sh\n")
     has_all.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_python({}) in ("/usr/bin/python3", str(has_all))
+    assert under({"PATH": str(tmp_path)}, find_python) in ("/usr/bin/python3", str(has_all))

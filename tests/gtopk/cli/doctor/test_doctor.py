@@ -23,7 +23,7 @@ from gtopk.cli.doctor.links import describe
 from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_settings, run
 from gtopk.runtime.runner.ranks import default_launcher
 from tests.matrix import some_of
-from tests.started import STARTED_PATH
+from tests.started import STARTED_PATH, under
 
 ROOT = Path(__file__).parents[4]
 PLENTY_SECONDS = 100.0
@@ -252,8 +252,8 @@ def test_mpirun_must_match_the_mpi_library(
 def test_contradicting_launchers_are_named() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     agreeing = {"RANK": "1", "WORLD_SIZE": "4"}
-    assert basics.check_launcher(environ | agreeing).state is State.OK
-    finding = basics.check_launcher(environ | agreeing | {"WORLD_SIZE": "8"})
+    assert under(environ | agreeing, basics.check_launcher).state is State.OK
+    finding = under(environ | agreeing | {"WORLD_SIZE": "8"}, basics.check_launcher)
     assert finding.state is State.WARN
     assert "rank 1 of 4" in finding.detail
     assert "torchrun says rank 1 of 8" in finding.detail
@@ -343,7 +343,7 @@ def test_printed_settings_let_mpirun_start_more_ranks_than_cores() -> None:
     """Also as root: no setting that Open MPI needs is missing."""
     prefixes = ("OMPI_", "PRTE_", "OMP_")
     bare = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-    printed = mpirun_settings(1, identify(find_mpirun()).vendor, bare)
+    printed = under(bare, mpirun_settings, 1, identify(find_mpirun()).vendor)
     many = usable_cores() + 2
     program = [sys.executable, "-c", "print('here')"]
     job = run_command(str(find_mpirun()), "-n", str(many), *program, env={**bare, **printed})
@@ -352,8 +352,8 @@ def test_printed_settings_let_mpirun_start_more_ranks_than_cores() -> None:
 
 def test_printed_settings_match_the_mpi_vendor() -> None:
     environ = {"HOME": "/home/x", "PATH": os.environ["PATH"]}
-    assert set(mpirun_settings(1, "MPICH", environ)) == {"OMP_NUM_THREADS"}
-    printed = mpirun_settings(1, "Open MPI", environ)
+    assert set(under(environ, mpirun_settings, 1, "MPICH")) == {"OMP_NUM_THREADS"}
+    printed = under(environ, mpirun_settings, 1, "Open MPI")
     both = {"OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_hwloc_default_binding_policy"}
     assert both <= set(printed)
     assert "HOME" not in printed

@@ -7,6 +7,7 @@ import pytest
 from gtopk.cli.doctor.basics import State
 from gtopk.cli.doctor.isolation import check_interface, judge_interface
 from gtopk.runtime.liveness.heartbeat import Choice, address_of, choose_address, interfaces
+from tests.started import under
 
 ROUTE = "default route"
 LOOPBACK = {"lo": "127.0.0.1"}
@@ -44,7 +45,7 @@ def test_finding_names_the_interface_used_and_the_settings_needed(
     found, chosen, resolved, environ, state, parts
 ) -> None:
     choice = Choice(found.get(chosen, ""), ROUTE)
-    finding = judge_interface(choice, found, "node1", resolved, environ)
+    finding = under(environ, judge_interface, choice, found, "node1", resolved)
     assert finding.state is state
     text = f"{finding.detail} -> {finding.advice}"
     assert not [part for part in parts if part not in text], text
@@ -54,14 +55,17 @@ def test_finding_names_the_interface_used_and_the_settings_needed(
 def test_finding_has_the_address_that_the_heartbeat_uses(monkeypatch) -> None:
     monkeypatch.delenv("GTOPK_INTERFACE", raising=False)
     assert interfaces()["lo"] == address_of("lo")
-    if address := choose_address(False, {}).address:
+    if address := under({}, choose_address, False).address:
         assert address in check_interface().detail
 
 
 def test_chosen_address_comes_with_its_reason() -> None:
-    assert choose_address(True, {"GTOPK_INTERFACE": "lo"}) == ("127.0.0.1", "GTOPK_INTERFACE")
-    assert choose_address(False, {"NCCL_SOCKET_IFNAME": "lo"}) == (
+    assert under({"GTOPK_INTERFACE": "lo"}, choose_address, True) == (
+        "127.0.0.1",
+        "GTOPK_INTERFACE",
+    )
+    assert under({"NCCL_SOCKET_IFNAME": "lo"}, choose_address, False) == (
         "127.0.0.1",
         "NCCL_SOCKET_IFNAME",
     )
-    assert choose_address(True, {}) == ("127.0.0.1", "all ranks on one host")
+    assert under({}, choose_address, True) == ("127.0.0.1", "all ranks on one host")

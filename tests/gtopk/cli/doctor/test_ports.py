@@ -10,6 +10,7 @@ from gtopk.cli.doctor import isolation
 from gtopk.cli.doctor.basics import State
 from gtopk.cli.doctor.isolation import check_ports, judge_ports
 from gtopk.runtime.liveness.heartbeat import Choice
+from tests.started import under
 
 PUBLIC, PUBLIC_IPV6 = "93.184.216.34", "2606:2800:220:1::34"
 LOOPBACK = ("lo", "127.0.0.1")
@@ -27,7 +28,7 @@ BY_ROUTE = Choice(PUBLIC, "default route")
 def finding_for(
     choice: Choice, own: list[tuple[str, str]], **environ: str
 ) -> tuple[State, str, str]:
-    finding = judge_ports(isolation.ports(choice, own, environ), own)
+    finding = judge_ports(under(environ, isolation.ports, choice, own), own)
     assert finding.name == "ports"
     return finding.state, finding.detail, finding.advice
 

@@ -7,12 +7,13 @@ import time
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from gtopk.runtime.world.guard import write_error_file
+from tests.started import under
 
 
 def test_torchrun_reads_error_and_time_from_the_error_file(tmp_path):
     path = tmp_path / "0" / "error.json"
     error = ValueError("boom")
-    write_error_file("rank 2 of 3 failed", error, {"TORCHELASTIC_ERROR_FILE": str(path)})
+    under({"TORCHELASTIC_ERROR_FILE": str(path)}, write_error_file, "rank 2 of 3 failed", error)
     failure = ProcessFailure(local_rank=2, pid=1, exitcode=1, error_file=str(path))
     assert failure.message["message"] == "rank 2 of 3 failed"
     stack = failure.message["extraInfo"]["py_callstack"]  # torchrun shows only this
@@ -24,7 +25,7 @@ def test_torchrun_reads_error_and_time_from_the_error_file(tmp_path):
 def test_error_of_a_survivor_is_shown_but_not_as_first_failure(tmp_path):
     """Although torchrun dates the end of a killed rank to when it notices."""
     path = tmp_path / "error.json"
-    write_error_file("rank 2 is lost", None, {"TORCHELASTIC_ERROR_FILE": str(path)})
+    under({"TORCHELASTIC_ERROR_FILE": str(path)}, write_error_file, "rank 2 is lost", None)
     survivor = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
     killed = ProcessFailure(local_rank=2, pid=2, exitcode=-9, error_file="none")
     error = ChildFailedError("train.py", {0: survivor, 2: killed})
@@ -34,6 +35,11 @@ def test_error_of_a_survivor_is_shown_but_not_as_first_failure(tmp_path):
 
 
 def test_error_file_without_torchrun_or_a_usable_disk_raises_nothing(tmp_path):
-    write_error_file("rank 0 failed", ValueError(), {})
-    write_error_file("rank 0 failed", ValueError(), {"TORCHELASTIC_ERROR_FILE": "/proc/no/file"})
+    under({}, write_error_file, "rank 0 failed", ValueError())
+    under(
+        {"TORCHELASTIC_ERROR_FILE": "/proc/no/file"},
+        write_error_file,
+        "rank 0 failed",
+        ValueError(),
+    )
     assert list(tmp_path.iterdir()) == []

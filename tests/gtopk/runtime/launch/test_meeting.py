@@ -23,6 +23,7 @@ from gtopk.runtime.world.joining import (
     master,
     srun_address,
 )
+from tests.started import under
 
 
 @pytest.mark.parametrize(
@@ -48,24 +49,24 @@ def test_invalid_list_of_nodes_is_refused(nodes: str) -> None:
 
 def test_srun_address_is_the_first_node_and_own_port_of_a_step() -> None:
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-4]"}
-    assert srun_address(job) == Address("n1", 20000 + 16 * 4711 % 10000)
+    assert under(job, srun_address) == Address("n1", 20000 + 16 * 4711 % 10000)
     step = job | {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_STEP_ID": "2"}
-    assert srun_address(step) == Address("n3", 20002 + 16 * 4711 % 10000)
+    assert under(step, srun_address) == Address("n3", 20002 + 16 * 4711 % 10000)
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "1"}, {"SLURM_JOB_NODELIST": "n1"}])
 def test_incomplete_slurm_variables_raise_with_advice(environ: dict[str, str]) -> None:
     with pytest.raises(RuntimeError, match="set MASTER_ADDR and MASTER_PORT"):
-        srun_address(environ)
+        under(environ, srun_address)
 
 
 def test_master_address_needs_both_variables() -> None:
-    assert master({"MASTER_ADDR": "n1", "MASTER_PORT": "7"}) == Address("n1", 7)
-    assert master({"MASTER_ADDR": "n1"}) is None
-    assert master({"MASTER_ADDR": "n1", "MASTER_PORT": ""}) is None
-    assert master({"MASTER_ADDR": "", "MASTER_PORT": "7"}) is None
+    assert under({"MASTER_ADDR": "n1", "MASTER_PORT": "7"}, master) == Address("n1", 7)
+    assert under({"MASTER_ADDR": "n1"}, master) is None
+    assert under({"MASTER_ADDR": "n1", "MASTER_PORT": ""}, master) is None
+    assert under({"MASTER_ADDR": "", "MASTER_PORT": "7"}, master) is None
     with pytest.raises(ValueError, match=r"MASTER_PORT must be a whole number, .* got 'any'"):
-        master({"MASTER_ADDR": "n1", "MASTER_PORT": "any"})
+        under({"MASTER_ADDR": "n1", "MASTER_PORT": "any"}, master)
 
 
 def test_horovodruns_server_returns_the_address_that_rank_0_published(key_value_server) -> None:
@@ -149,9 +150,10 @@ def test_server_that_refuses_is_not_asked_again() -> None:
 def test_horovodruns_server_needs_two_variables(monkeypatch, key_value_server) -> None:
     host, port = key_value_server
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be used
-    server = horovodrun_server(
-        {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
+    server = under(
+        {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)},
+        horovodrun_server,
     )
     server.publish(Address("10.0.0.1", 4711), 5)
     assert server.fetch(1, 5) == Address("10.0.0.1", 4711)
-    assert horovodrun_server({"HOROVOD_GLOO_RENDEZVOUS_ADDR": host}) is None
+    assert under({"HOROVOD_GLOO_RENDEZVOUS_ADDR": host}, horovodrun_server) is None

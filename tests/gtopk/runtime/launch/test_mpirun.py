@@ -24,7 +24,7 @@ from gtopk.runtime.launch import (
     rank_environment,
     run,
 )
-from tests.started import STARTED_PATH
+from tests.started import STARTED_PATH, under
 
 ROOT = Path(__file__).parents[4]
 PLENTY_SECONDS = 100.0
@@ -145,14 +145,14 @@ def test_rank_environment_allows_root_only_as_root(
     monkeypatch: pytest.MonkeyPatch, user: int, expected: str | None
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    additions = rank_environment(2, {})
+    additions = under({}, rank_environment, 2)
     assert additions.get("OMPI_ALLOW_RUN_AS_ROOT") == expected
     assert additions.get("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") == expected
 
 
 @pytest.mark.parametrize(("ranks", "shared"), [(1, False), (4, False), (5, True)])
 def test_ranks_yield_only_when_they_share_cores(four_cores: None, ranks: int, shared: bool) -> None:
-    additions = rank_environment(ranks, {})
+    additions = under({}, rank_environment, ranks)
     for name in (
         "PRTE_MCA_rmaps_default_mapping_policy",
         "OMPI_MCA_rmaps_base_oversubscribe",
@@ -165,16 +165,16 @@ def test_ranks_yield_only_when_they_share_cores(four_cores: None, ranks: int, sh
 def test_threads_of_a_rank_get_its_share_of_the_cores(
     four_cores: None, ranks: int, threads: str
 ) -> None:
-    assert rank_environment(ranks, {})["OMP_NUM_THREADS"] == threads
+    assert under({}, rank_environment, ranks)["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_rank_environment_keeps_what_the_user_has_set(four_cores: None, ranks: int) -> None:
     bare = {"TMPDIR": "below", "PATH": ""}
-    additions = rank_environment(ranks, bare)
+    additions = under(bare, rank_environment, ranks)
     assert len(additions) >= 5
     for name in additions:
-        others = rank_environment(ranks, bare | {name: "the user's"})
+        others = under(bare | {name: "the user's"}, rank_environment, ranks)
         assert set(others) == set(additions) - {name}
 
 
@@ -182,14 +182,14 @@ def test_relative_temporary_folder_is_passed_as_an_absolute_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    additions = rank_environment(1, {"TMPDIR": "below"})
+    additions = under({"TMPDIR": "below"}, rank_environment, 1)
     assert additions["PRTE_MCA_prte_tmpdir_base"] == str(tmp_path / "below")
-    assert "PRTE_MCA_prte_tmpdir_base" not in rank_environment(1, {"TMPDIR": "/tmp"})
+    assert "PRTE_MCA_prte_tmpdir_base" not in under({"TMPDIR": "/tmp"}, rank_environment, 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_explain_names_every_added_variable_once(four_cores: None, ranks: int) -> None:
-    additions = rank_environment(ranks, {"TMPDIR": "below", "PATH": ""})
+    additions = under({"TMPDIR": "below", "PATH": ""}, rank_environment, ranks)
     lines = explain(additions)
     for name, value in additions.items():
         assert sum(f"{name}={value}" in line for line in lines) == 1

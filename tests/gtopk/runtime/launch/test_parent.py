@@ -9,6 +9,7 @@ import pytest
 
 from gtopk.runtime.launch import job as parent
 from gtopk.runtime.launch.job import Launched, launcher, launcher_has_ended, torchrun_agent
+from tests.started import under
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1"}
@@ -25,17 +26,17 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1"}
     ],
 )
 def test_launcher_is_the_parent_of_a_launched_process(environ, launchers, agents) -> None:
-    assert launcher(environ) == os.getppid() * launchers
-    assert torchrun_agent(environ) == os.getppid() * agents
-    assert not launcher_has_ended(environ)
+    assert under(environ, launcher) == os.getppid() * launchers
+    assert under(environ, torchrun_agent) == os.getppid() * agents
+    assert not under(environ, launcher_has_ended)
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, OPEN_MPI])
 def test_launcher_has_ended_when_the_parent_has_changed(monkeypatch, environ) -> None:
     another = os.getpid()
     monkeypatch.setattr(os, "getppid", lambda: another)
-    assert launcher_has_ended(environ)
-    assert not launcher_has_ended({})
+    assert under(environ, launcher_has_ended)
+    assert not under({}, launcher_has_ended)
 
 
 def test_launcher_has_ended_when_open_mpis_daemon_does_not_listen() -> None:
@@ -43,10 +44,12 @@ def test_launcher_has_ended_when_open_mpis_daemon_does_not_listen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as daemon:
         host, port = daemon.getsockname()
         address = {"PMIX_SERVER_URI41": f"prterun-node7-4711@0.0;tcp4://{host}:{port}"}
-        assert not launcher_has_ended(OPEN_MPI | address)
-    assert launcher_has_ended(OPEN_MPI | address)
-    assert not launcher_has_ended(OPEN_MPI | {"PMIX_SERVER_URI41": "pmix-server;usock:/tmp/pmix"})
-    assert not launcher_has_ended(TORCHRUN | OPEN_MPI | address), (
+        assert not under(OPEN_MPI | address, launcher_has_ended)
+    assert under(OPEN_MPI | address, launcher_has_ended)
+    assert not under(
+        OPEN_MPI | {"PMIX_SERVER_URI41": "pmix-server;usock:/tmp/pmix"}, launcher_has_ended
+    )
+    assert not under(TORCHRUN | OPEN_MPI | address, launcher_has_ended), (
         "of a job in which torchrun was started"
     )
 
@@ -54,7 +57,7 @@ def test_launcher_has_ended_when_open_mpis_daemon_does_not_listen() -> None:
 def test_launcher_of_a_forked_process_has_not_ended() -> None:
     child = os.fork()
     if not child:
-        os._exit(launcher_has_ended(TORCHRUN))
+        os._exit(under(TORCHRUN, launcher_has_ended))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -79,4 +82,4 @@ def test_ranks_here_counts_the_launchers_ranks_on_this_host(
     monkeypatch.setattr(parent, "variable_of", lambda pid, name: of_parent)
     variable = next(name for name in environ if name.endswith("RANK"))
     job = Launched("launcher", 1, 4, (variable, "SIZE"))
-    assert parent.ranks_here(job, environ) == expected
+    assert under(environ, parent.ranks_here, job) == expected

@@ -8,30 +8,32 @@ import pytest
 
 from gtopk.runtime.liveness import heartbeat as address
 from gtopk.runtime.liveness.heartbeat import address_of, choose_address, own_address
+from tests.started import under
 
 
 def test_own_address_is_loopback_on_one_host():
-    assert own_address(True, {}) == "127.0.0.1"
+    assert under({}, own_address, True) == "127.0.0.1"
     assert (
-        own_address(True, {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.0.0.1"}) == "127.0.0.1"
+        under({"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.0.0.1"}, own_address, True)
+        == "127.0.0.1"
     )
 
 
 @pytest.mark.parametrize("one_host", [True, False])
 def test_own_address_is_of_the_named_interface(one_host):
-    assert own_address(one_host, {"GTOPK_INTERFACE": "lo"}) == "127.0.0.1"
+    assert under({"GTOPK_INTERFACE": "lo"}, own_address, one_host) == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
     "variable", ["GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME"]
 )
 def test_own_address_is_of_the_transports_interface(variable):
-    assert own_address(False, {variable: "nosuch0,lo"}) == "127.0.0.1"
+    assert under({variable: "nosuch0,lo"}, own_address, False) == "127.0.0.1"
 
 
 def test_error_of_a_missing_interface_lists_the_available_ones():
     with pytest.raises(ValueError, match=r"GTOPK_INTERFACE must .* got 'nosuch0'; available: .*lo"):
-        own_address(True, {"GTOPK_INTERFACE": "nosuch0"})
+        under({"GTOPK_INTERFACE": "nosuch0"}, own_address, True)
 
 
 def test_unknown_interface_name_has_no_address():
@@ -69,7 +71,7 @@ def test_address_without_a_named_interface_follows_the_route_to_others(
 ):
     monkeypatch.setattr(address, "_address_towards", lambda host: routes.get(host, ""))
     monkeypatch.setattr(address, "interfaces", lambda: dict(enumerate(addresses)))
-    found = choose_address(False, {"MASTER_ADDR": MASTER})
+    found = under({"MASTER_ADDR": MASTER}, choose_address, False)
     assert found.address == choice[0]
     assert found.by.removesuffix(MASTER) == choice[1]
 
@@ -85,4 +87,4 @@ def test_interfaces_without_an_address_are_not_listed(monkeypatch):
 
 
 def test_own_address_is_not_loopback_between_hosts():
-    assert not own_address(False, {"MASTER_ADDR": "localhost"}).startswith("127.")
+    assert not under({"MASTER_ADDR": "localhost"}, own_address, False).startswith("127.")

@@ -9,25 +9,26 @@ import pytest
 from collectives.transports import local_world, run_ranks
 from gtopk.errors import HorovodInternalError
 from gtopk.runtime.world import membership, world
+from tests.started import under
 
 SIZE = 3
 
 
 def test_check_messages_is_off_unless_the_variable_is_1():
     mpi = SimpleNamespace(name="mpi")
-    assert not membership.checks_messages_on(mpi, {})
+    assert not under({}, membership.checks_messages_on, mpi)
     for text in ("", "0", "1"):
-        is_wanted = membership.checks_messages_on(mpi, {"GTOPK_CHECK_MESSAGES": text})
+        is_wanted = under({"GTOPK_CHECK_MESSAGES": text}, membership.checks_messages_on, mpi)
         assert is_wanted == (text == "1")
     with pytest.raises(ValueError, match="GTOPK_CHECK_MESSAGES must be 0 or 1, got 'yes'"):
-        membership.checks_messages_on(mpi, {"GTOPK_CHECK_MESSAGES": "yes"})
+        under({"GTOPK_CHECK_MESSAGES": "yes"}, membership.checks_messages_on, mpi)
 
 
 def test_check_messages_is_refused_over_nccl():
     nccl = SimpleNamespace(name="nccl")
-    assert not membership.checks_messages_on(nccl, {})
+    assert not under({}, membership.checks_messages_on, nccl)
     with pytest.raises(ValueError, match="GTOPK_TRANSPORT=staged"):
-        membership.checks_messages_on(nccl, {"GTOPK_CHECK_MESSAGES": "1"})
+        under({"GTOPK_CHECK_MESSAGES": "1"}, membership.checks_messages_on, nccl)
 
 
 @pytest.mark.parametrize("text", ["0", "1"])

@@ -21,6 +21,7 @@ from gtopk.errors import HorovodInternalError
 from gtopk.runtime.liveness.heartbeat import LostRank
 from gtopk.runtime.world import guard, world
 from gtopk.runtime.world.guard import Guard
+from tests.started import under
 
 KEYS = {"rank", "size", "host", "pid", "time", "gtopk", "step", "operation", "error", "text"}
 KEYS |= {"lost", "traceback"}
@@ -86,9 +87,9 @@ def test_relative_failure_folder_stays_where_the_script_began(tmp_path, monkeypa
 
 
 def test_failure_folder_is_the_named_one_else_the_run_folder_else_none():
-    assert guard.folder_from({}) == ""
-    assert guard.folder_from({"GTOPK_RUN": "run"}) == "run"
-    assert guard.folder_from({"GTOPK_RUN": "run", "GTOPK_FAILURE_DIR": "own"}) == "own"
+    assert under({}, guard.folder_from) == ""
+    assert under({"GTOPK_RUN": "run"}, guard.folder_from) == "run"
+    assert under({"GTOPK_RUN": "run", "GTOPK_FAILURE_DIR": "own"}, guard.folder_from) == "own"
 
 
 def test_failure_file_holds_own_exception_with_its_traceback(tmp_path):

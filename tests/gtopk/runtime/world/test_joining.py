@@ -19,7 +19,7 @@ import torch
 from gtopk.runtime.launch import launched_by
 from gtopk.runtime.world.joining import join, missing_ranks_warning, transport_for
 from tests.matrix import some_of
-from tests.started import STARTED_PATH
+from tests.started import STARTED_PATH, under
 
 PROGRAMS = Path(__file__).parents[3] / "programs"
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -62,7 +62,8 @@ def _no_launcher(monkeypatch) -> None:
 def test_transport_follows_from_launcher_and_setting(
     environ: dict[str, str], transport: str
 ) -> None:
-    assert transport_for(launched_by(environ), environ) == transport
+    requested = environ.get("GTOPK_TRANSPORT", "")
+    assert under(environ, lambda: transport_for(launched_by(), requested)) == transport
 
 
 @pytest.mark.parametrize("gpu_transport", ["nccl", "staged"])
@@ -97,7 +98,7 @@ def test_local_transport_under_a_launcher_warns_on_rank_0_alone(
     environ: dict[str, str], size: int, launcher: str | None
 ) -> None:
     first = {name: "0" if name.endswith("RANK") else value for name, value in environ.items()}
-    warning = missing_ranks_warning(size, first | {"GTOPK_TRANSPORT": "local"})
+    warning = under(first | {"GTOPK_TRANSPORT": "local"}, missing_ranks_warning, size)
     assert (warning is None) == (launcher is None)
     if warning is not None and launcher is not None:
         assert (
@@ -105,13 +106,15 @@ def test_local_transport_under_a_launcher_warns_on_rank_0_alone(
             in warning
         )
         assert warning.endswith("unset GTOPK_TRANSPORT to train one model together")
-    assert missing_ranks_warning(size, environ | {"GTOPK_TRANSPORT": "local"}) is None  # of rank 1
+    assert (
+        under(environ | {"GTOPK_TRANSPORT": "local"}, missing_ranks_warning, size) is None
+    )  # of rank 1
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_world_of_one_under_another_librarys_launcher_raises(rank: str) -> None:
     with pytest.raises(RuntimeError, match="gtopk doctor") as caught:
-        missing_ranks_warning(1, {"PMI_RANK": rank, "PMI_SIZE": "4"})
+        under({"PMI_RANK": rank, "PMI_SIZE": "4"}, missing_ranks_warning, 1)
     expected = "a world of 1 in each of the 4 processes that a PMI launcher has started"
     assert expected in str(caught.value)
 
@@ -119,7 +122,7 @@ def test_world_of_one_under_another_librarys_launcher_raises(rank: str) -> None:
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_mpi_transport_under_torchrun_raises_with_advice(rank: str) -> None:
     with pytest.raises(RuntimeError, match=r"unset GTOPK_TRANSPORT .*, or .*: mpirun -n 2 "):
-        missing_ranks_warning(1, TORCHRUN | {"RANK": rank, "GTOPK_TRANSPORT": "mpi"})
+        under(TORCHRUN | {"RANK": rank, "GTOPK_TRANSPORT": "mpi"}, missing_ranks_warning, 1)
 
 
 def test_nccl_without_cupy_says_what_to_install(monkeypatch) -> None:
@@ -131,7 +134,7 @@ def test_nccl_without_cupy_says_what_to_install(monkeypatch) -> None:
 
 def test_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match=r"GTOPK_TRANSPORT must be one of .*, got 'pigeon'"):
-        transport_for(None, {"GTOPK_TRANSPORT": "pigeon"})
+        transport_for(None, "pigeon")
 
 
 @pytest.mark.parametrize(

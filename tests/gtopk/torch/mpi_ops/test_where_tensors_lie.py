@@ -146,7 +146,7 @@ def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_nccl_is_chosen_when_every_rank_sees_a_gpu(threads, caplog) -> None:
     def program(transport: LocalTransport) -> None:
-        over = over_gpus(transport, [1, 8], {})
+        over = over_gpus(transport, [1, 8])
         assert isinstance(over, NcclTransport)
         assert over.automatic
         assert (over.name, over.choice) == ("local", None)
@@ -168,10 +168,13 @@ def test_nccl_is_chosen_when_every_rank_sees_a_gpu(threads, caplog) -> None:
     ],
 )
 def test_host_memory_is_chosen_and_logged_when_nccl_is_impossible(
-    threads, caplog, gpu_counts: list[int], environ: dict[str, str], reason: str
+    threads, caplog, monkeypatch, gpu_counts: list[int], environ: dict[str, str], reason: str
 ) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
     def program(transport: LocalTransport) -> None:
-        assert over_gpus(transport, gpu_counts, environ) is transport
+        assert over_gpus(transport, gpu_counts) is transport
 
     with caplog.at_level(logging.INFO, "gtopk"):
         threads(len(gpu_counts), program)
@@ -181,7 +184,7 @@ def test_host_memory_is_chosen_and_logged_when_nccl_is_impossible(
 @pytest.mark.parametrize("gpu_counts", [[0, 0], [3]])
 def test_nothing_is_logged_without_gpus_or_on_one_rank(threads, caplog, gpu_counts) -> None:
     def program(transport: LocalTransport) -> None:
-        assert over_gpus(transport, gpu_counts, {}) is transport
+        assert over_gpus(transport, gpu_counts) is transport
 
     with caplog.at_level(logging.INFO, "gtopk"):
         threads(len(gpu_counts), program)
@@ -194,7 +197,7 @@ def test_doctor_gets_the_same_gpu_route_on_all_ranks(
 ) -> None:
     monkeypatch.setattr(membership, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(gpu, "own_gpu_facts", lambda host, device: GpuFacts("GPU-0", nccl=22703))
-    routes = threads(2, lambda transport: membership.choose_gpu_route(transport, {}))
+    routes = threads(2, lambda transport: membership.choose_gpu_route(transport))
     assert routes[0] == routes[1]
     assert advice in routes[0]
     assert bool(routes[0]) == bool(gpus)
