@@ -11,7 +11,8 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -22,9 +23,7 @@ from . import environment
 
 def usable_cores() -> int:
     """Return how many physical cores this process may use, cut to its container's share; >= 1."""
-    allowed = len(allowed_cores())
-    # `min` first: math.ceil cannot convert infinity, the quota where there is no limit.
-    return max(1, math.ceil(min(allowed, core_quota())))
+    return max(1, math.ceil(shared_cores([own_cores()])))
 
 
 def allowed_cores(topology: Path = Path("/sys/devices/system/cpu")) -> frozenset[str]:
@@ -47,22 +46,14 @@ def _core_of(thread: int, topology: Path) -> str:
         return str(thread)
 
 
-def core_quota(
-    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> float:
-    """Return the control groups' CPU quota, in cores; infinity without a limit.
-
-    The affinity does not show it: after docker run --cpus=2 a process still sees every core.
-    """
-    return granted_cores(membership, root)[0]
-
-
 def granted_cores(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> tuple[float, str]:
     """Return the CPU quota, in cores, and an identifier of the control group that shares it.
 
-    The identifier is the group's device and inode: its path differs from container to container.
+    The affinity does not show the quota: after docker run --cpus=2 a process still sees every core.
+    It is infinite without a limit. The identifier is the group's device and inode: its path differs
+    from container to container.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -88,6 +79,32 @@ def granted_cores(
                 status = directory.stat()
                 lowest, group = quota, f"{status.st_dev}:{status.st_ino}"
     return lowest, group
+
+
+def own_cores() -> tuple[list[str], float, str]:
+    """Return the names of the cores that this process may use, its quota, and its control group."""
+    return sorted(allowed_cores()), *granted_cores()
+
+
+def shared_cores(processes: Sequence[tuple[Sequence[str], float, str]]) -> float:
+    """Return how many cores processes of one host have together.
+
+    processes: `own_cores` of each. They may be bound to different cores, and have different quotas.
+    """
+    names = {name for names, _, _ in processes for name in names}
+    quotas = {group: quota for _, quota, group in processes}
+    return min(len(names), sum(quotas.values()))
+
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine() -> str:
+    """Return an identifier of this machine, the same in containers with other host names."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # not on Linux
+        return socket.gethostname()
 
 
 def _quota_of(directory: Path) -> float:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..cores import granted_cores
+from ..cores import granted_cores, machine
 from ..cost import Link, rounds
 from ..transports.transport import Transport
 from ..wire import WHOLE, Format
@@ -181,17 +179,13 @@ class Placement(NamedTuple):
     group: str
 
 
-def own_placement(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Placement:
+def own_placement() -> Placement:
     """Return where this process runs."""
-    try:
-        machine = boot.read_text().strip()
-    except OSError:
-        machine = socket.gethostname()
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
     else:
         cores = list(range(os.cpu_count() or 1))
-    return Placement(machine, cores, *granted_cores())
+    return Placement(machine(), cores, *granted_cores())
 
 
 def ranks_per_core(transport: Transport) -> float:
@@ -205,8 +199,8 @@ def ranks_per_core(transport: Transport) -> float:
 def most_per_core(placements: Sequence[Placement]) -> float:
     """Return the most ranks that share a core, at least 1, for ranks placed like this."""
     most = 1.0
-    for machine in {place.machine for place in placements}:
-        on_machine = [place for place in placements if place.machine == machine]
+    for name in {place.machine for place in placements}:
+        on_machine = [place for place in placements if place.machine == name]
         allowed = [frozenset(place.cores) for place in on_machine]
         all_cores = frozenset[int]().union(*allowed)
         # Sets of cores may overlap: for each set count the ranks that may run only inside it.

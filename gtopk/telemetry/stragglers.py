@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from collectives.cores import allowed_cores, usable_cores
+from collectives.cores import own_cores, shared_cores
 from collectives.transports import Transport
 
 from .run_record import recorder_of
@@ -127,10 +127,11 @@ class Stragglers:
                 state.slow.append(place)
         # Both lists depend only on all ranks' flags, so all ranks gather here, or none does.
         if state.slow != self._slow:
-            own_host = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
-            hosts = transport.gather_object(own_host)
-            state.hosts.extend(host for host, *_ in hosts)
-            state.oversubscribed.update(oversubscribed_hosts(hosts))
+            reports = transport.gather_object([socket.gethostname(), own_cores()])
+            state.hosts.extend(host for host, _ in reports)
+            for host, ranks in Counter(state.hosts).items():
+                if ranks > shared_cores([cores for other, cores in reports if other == host]):
+                    state.oversubscribed.add(host)
         self._slow = state.slow
         return state
 
@@ -176,20 +177,3 @@ class Stragglers:
                 *details(place),
                 self._world.step,
             )
-
-
-def oversubscribed_hosts(ranks_hosts: Sequence[Sequence[str]]) -> set[str]:
-    """Return the hosts with more ranks than cores that these may use.
-
-    ranks_hosts: for each rank its host, the number of cores that it may use, and their names.
-    """
-    ranks = Counter(host for host, *_ in ranks_hosts)
-    oversubscribed = set()
-    for host in ranks:
-        local = [(int(usable), names) for h, usable, *names in ranks_hosts if h == host]
-        cores = set().union(*(names for _, names in local))
-        # Ranks that share all cores may be limited by a container to a part of their time.
-        share = min(usable if len(names) == len(cores) else len(cores) for usable, names in local)
-        if share < ranks[host]:
-            oversubscribed.add(host)
-    return oversubscribed

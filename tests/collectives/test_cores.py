@@ -64,7 +64,7 @@ def test_core_quota_is_read_from_control_groups(
     write(tmp_path / "cgroup", membership)
     for name, text in files.items():
         write(tmp_path / "root" / name, text)
-    assert cores.core_quota(tmp_path / "cgroup", tmp_path / "root") == quota
+    assert cores.granted_cores(tmp_path / "cgroup", tmp_path / "root")[0] == quota
 
 
 def test_granting_group_is_the_same_for_all_its_processes(
@@ -83,7 +83,7 @@ def test_granting_group_is_the_same_for_all_its_processes(
 
 
 def test_core_quota_is_infinite_without_control_groups(tmp_path: Path) -> None:
-    assert cores.core_quota(tmp_path / "cgroup", tmp_path) == math.inf
+    assert cores.granted_cores(tmp_path / "cgroup", tmp_path) == (math.inf, "")
 
 
 @pytest.mark.parametrize(("quota", "usable"), [(math.inf, 4), (8.0, 4), (1.5, 2), (0.1, 1)])
@@ -91,5 +91,18 @@ def test_usable_cores_is_the_lower_of_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, quota: float, usable: int
 ) -> None:
     monkeypatch.setattr(cores, "allowed_cores", lambda: frozenset("abcd"))
-    monkeypatch.setattr(cores, "core_quota", lambda: quota)
+    monkeypatch.setattr(cores, "granted_cores", lambda: (quota, "a"))
     assert cores.usable_cores() == usable
+
+
+def test_processes_of_a_host_share_its_cores_and_their_groups_quotas() -> None:
+    def shared(*processes: tuple[str, float, str]) -> float:
+        return cores.shared_cores(processes)
+
+    free = ("01", math.inf, "")
+    assert shared(free, free) == 2
+    assert shared(("0", math.inf, ""), ("1", math.inf, ""), free) == 2
+    a_container_of_two = ("0123", 2.0, "a")
+    assert shared(a_container_of_two, a_container_of_two) == 2
+    assert shared(a_container_of_two, ("0123", 1.5, "b")) == 3.5
+    assert shared(a_container_of_two, ("45", math.inf, "")) == 6

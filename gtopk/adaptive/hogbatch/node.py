@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from collectives.algorithms.hierarchical import checked_nodes, find_nodes
-from collectives.cores import allowed_cores, core_quota
+from collectives.cores import own_cores, shared_cores
 from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Counter, Transport
 
@@ -328,8 +328,7 @@ def join_node(
     length = max(len(job.loader.dataset), 1)  # type: ignore[arg-type]  # for evaluations
     own_report = {
         "class": device_class,
-        "cores": sorted(allowed_cores()),
-        "quota": core_quota(),
+        "cores": own_cores(),
         "advice": settings.ADVICE.read(),
     }
     Joined = tuple[Node, list[list[int]], Counter | None, list[dict[str, Any]]]
@@ -399,12 +398,8 @@ def join_node(
 
 def warn_of_few_cores(rows: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
     """Warn if a node has more workers on CPUs than cores; rows: the reports of its workers."""
-    on_cpus = [row for row in rows if row["class"] != "gpu"]
-    if not on_cpus:
-        return
-    quota = min(row["quota"] for row in on_cpus)
-    allowed = {core for row in on_cpus for core in row["cores"]}
-    cores = min(len(allowed), max(1, math.ceil(min(quota, 1 << 20))))
+    on_cpus = [row["cores"] for row in rows if row["class"] != "gpu"]
+    cores = math.ceil(shared_cores(on_cpus))
     if len(on_cpus) > cores:
         _log.warning(
             "%d workers of hogbatch on CPUs share %d core%s (ranks %s), which makes updates staler "

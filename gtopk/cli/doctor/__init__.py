@@ -221,7 +221,7 @@ def check_sums(measure_network: bool = True) -> None:
     """Sum numbers over all ranks, and print the report on rank 0; the children's program."""
     import numpy as np
 
-    from collectives.cores import allowed_cores, core_quota
+    from collectives.cores import own_cores, shared_cores
 
     from ...runtime.world.joining import join
     from ...runtime.world.membership import choose_gpu_route, emulate_on
@@ -238,19 +238,18 @@ def check_sums(measure_network: bool = True) -> None:
         begun = time.perf_counter()
         world.allreduce(total)
         seconds.append(time.perf_counter() - begun)
-    own_report = [socket.gethostname(), sorted(allowed_cores()), core_quota(), min(seconds)]
-    reports = world.gather_object(own_report)
-    allowed: dict[str, set[int]] = {}
-    for host, cores, _, _ in reports:
-        allowed.setdefault(host, set()).update(cores)
+    reports = world.gather_object([socket.gethostname(), own_cores(), min(seconds)])
+    hosts = [host for host, _, _ in reports]
     sums = {
         "size": world.size,
         "right": bool((total == world.size * (world.size + 1) / 2).all()),
         # Each rank's best time, as the first sums also open connections; of these, the slowest.
-        "seconds": max(took for _, _, _, took in reports),
-        "hosts": [host for host, _, _, _ in reports],
-        # A host's ranks may be bound to different cores, so unite these; they share the quota.
-        "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in reports},
+        "seconds": max(took for _, _, took in reports),
+        "hosts": hosts,
+        "cores": {
+            host: shared_cores([own for other, own, _ in reports if other == host])
+            for host in set(hosts)
+        },
         "transport": f"{world.name} ({world.library()})",
         "gpus": choose_gpu_route(world),
     }

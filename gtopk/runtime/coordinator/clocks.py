@@ -11,15 +11,14 @@ Ranks on rank 0's host read the same clock: time.perf_counter counts from the ho
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from collectives.cores import machine
 from collectives.transports import Transport
 
 _ROUND_TRIPS: Final = 8
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Offset(NamedTuple):
@@ -29,13 +28,10 @@ class Offset(NamedTuple):
     uncertain_seconds: float = 0.0
 
 
-def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
-    """Return this rank's offset. A collective: every rank must call it.
-
-    boot: equal on ranks that read the same clock; default: the kernel's boot id.
-    """
-    boots = transport.gather_object(boot or _boot_id())
-    others = [rank for rank, each in enumerate(boots) if each != boots[0]]
+def clock_offset(transport: Transport) -> Offset:
+    """Return this rank's offset. A collective: every rank must call it."""
+    machines = transport.gather_object(machine())  # ranks of one machine read one clock
+    others = [rank for rank, each in enumerate(machines) if each != machines[0]]
     offset = Offset()
     # One rank at a time: a busy rank 0 would lengthen the round trips.
     for rank in others:
@@ -60,13 +56,3 @@ def _measure(transport: Transport) -> Offset:
     sent()
     ended = time.perf_counter()
     return Offset((began + ended) / 2 - remote, (ended - began) / 2)
-
-
-def _boot_id() -> str:
-    try:
-        return _BOOT.read_text(encoding="ascii").strip()
-    except OSError:
-        # Not on Linux: assume that ranks on one host read one clock.
-        import socket
-
-        return socket.gethostname()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from pathlib import Path
@@ -20,7 +21,7 @@ from gtopk.runtime.coordinator import Engine
 from gtopk.runtime.world import world
 from gtopk.telemetry import stragglers
 from gtopk.telemetry.reading import read_run
-from gtopk.telemetry.stragglers import SLOW, Stragglers, StragglerState, oversubscribed_hosts
+from gtopk.telemetry.stragglers import SLOW, Stragglers, StragglerState
 
 PROMISED_STEPS = 22
 RANKS = 3
@@ -29,8 +30,8 @@ RANKS = 3
 @pytest.fixture(autouse=True)
 def cores(monkeypatch) -> None:
     """Give each rank a core, whatever this machine has."""
-    monkeypatch.setattr(stragglers, "usable_cores", lambda: RANKS)
-    monkeypatch.setattr(stragglers, "allowed_cores", lambda: frozenset(map(str, range(RANKS))))
+    names = list(map(str, range(RANKS)))
+    monkeypatch.setattr(stragglers, "own_cores", lambda: (names, float(RANKS), "a container"))
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20))
@@ -93,23 +94,9 @@ def test_short_or_small_slowdowns_are_not_reported(threads, caplog, why, until, 
 
 
 def test_stragglers_are_not_reported_if_ranks_outnumber_cores(threads, caplog, monkeypatch):
-    monkeypatch.setattr(stragglers, "usable_cores", lambda: RANKS - 1)
+    monkeypatch.setattr(stragglers, "own_cores", lambda: (["0", "1"], math.inf, ""))
     threads(RANKS, lambda t: steps(t, 10, 50, times=5, seconds=0.1))
     assert not caplog.records
-
-
-def test_host_is_oversubscribed_if_its_ranks_outnumber_cores():
-    assert oversubscribed_hosts([["a", "2", "0", "1"]] * 2) == set()
-    assert oversubscribed_hosts([["a", "2", "0", "1"]] * 3) == {"a"}
-    bound = [["a", "1", "0"], ["a", "1", "1"], ["a", "1", "2"]]
-    assert oversubscribed_hosts(bound) == set()
-    assert oversubscribed_hosts([*bound, bound[0]]) == {"a"}
-    a_container_of_two = [["a", "2", "0", "1", "2", "3"]]
-    assert oversubscribed_hosts(a_container_of_two * 2) == set()
-    assert oversubscribed_hosts(a_container_of_two * 3) == {"a"}
-    assert oversubscribed_hosts(
-        [*a_container_of_two * 3, ["b", "1", "0"], ["c", "2", "0", "1"]]
-    ) == {"a"}
 
 
 def test_intermittent_straggler_is_reported_at_most_once_a_minute(threads, caplog, monkeypatch):

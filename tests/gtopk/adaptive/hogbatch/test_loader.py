@@ -472,7 +472,7 @@ def test_differing_options_raise_on_every_rank() -> None:
 def test_more_workers_than_cores_log_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gtopk.adaptive.hogbatch.node.allowed_cores", lambda: frozenset("01"))
+    monkeypatch.setattr("collectives.cores.allowed_cores", lambda: frozenset("01"))
 
     def program(here: World) -> None:
         adapted()

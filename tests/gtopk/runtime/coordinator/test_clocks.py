@@ -30,10 +30,11 @@ def test_clock_offset_measures_a_clock_that_is_ahead(
             return real() + getattr(ahead, "seconds", 0.0)
 
     monkeypatch.setattr(clocks, "time", Time)
+    monkeypatch.setattr(clocks, "machine", lambda: f"host {ahead.rank // 2}")
 
     def program(transport: Any) -> Offset:
-        ahead.seconds = 7.0 * transport.rank
-        return clock_offset(transport, boot=f"host {transport.rank // 2}")
+        ahead.rank, ahead.seconds = transport.rank, 7.0 * transport.rank
+        return clock_offset(transport)
 
     for rank, offset in enumerate(threads(size, program)):
         if rank < 2:
