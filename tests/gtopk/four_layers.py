@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,13 @@ def distribute(model: torch.nn.Module, compression: Any = None, **options: Any) 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def take_steps(model: Any, optimizer: Any, rank: int, steps: Iterable[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(inputs(rank, step)).square().sum().backward()
+        optimizer.step()
 
 
 def train(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,14 +13,7 @@ from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
-from tests.gtopk.four_layers import distribute, flat, inputs, layers
-
-
-def take_steps(model: Any, optimizer: Any, rank: int, steps: Iterable[int]) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(inputs(rank, step)).square().sum().backward()
-        optimizer.step()
+from tests.gtopk.four_layers import distribute, flat, inputs, layers, take_steps
 
 
 def residual_of(optimizer: Any, name: str) -> torch.Tensor:

@@ -21,10 +21,10 @@ from tests.collectives.algorithms.worlds import (
     VARIANTS,
     Outcome,
     assert_nothing_is_lost,
-    bits,
     integer_picks,
     random_picks,
     run,
+    same_bits,
 )
 
 TRANSPORTS: dict[str, Callable[[Transport], Transport]] = {
@@ -70,12 +70,6 @@ def reduce_on_gpus(
 
 def cuda_array() -> Any:
     return import_module("cupy").empty(0, np.float32)
-
-
-def same_bits(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
-    return [[bits(vector) for vector in outcome] for outcome in outcomes] == [
-        [bits(vector) for vector in outcome] for outcome in expected
-    ]
 
 
 @every_variant

@@ -33,6 +33,7 @@ from tests.collectives.algorithms.worlds import (
     integer_picks,
     random_picks,
     run,
+    same_bits,
 )
 from tests.collectives.kernels.device import machine_on_host
 
@@ -95,12 +96,6 @@ def reduce_on_gpus(
             on_host.append((update.on_host(), returned.on_host()))
     cuda.copies[:] = copies
     return on_host
-
-
-def same_bits(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
-    return [[bits(vector) for vector in outcome] for outcome in outcomes] == [
-        [bits(vector) for vector in outcome] for outcome in expected
-    ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

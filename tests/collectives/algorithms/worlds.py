@@ -241,3 +241,9 @@ def assert_nothing_is_lost(
         allowed = bound * math.fsum(picked.get(index, [])) + smallest
         assert lost <= allowed, f"coordinate {index} lost {lost}"
         assert dtype == np.float32 or lost <= 1e-12 * largest + smallest
+
+
+def same_bits(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
+    return [[bits(vector) for vector in outcome] for outcome in outcomes] == [
+        [bits(vector) for vector in outcome] for outcome in expected
+    ]

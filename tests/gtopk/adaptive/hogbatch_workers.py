@@ -69,7 +69,32 @@ def flattened(batches: list[list[int]]) -> list[int]:
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return torch.cat([p.detach().cpu().reshape(-1) for p in model.parameters()])
+
+
+def record(loader: Any, steps: list[list[int]]) -> None:
+    """Append the places of each step's samples to a list."""
+    update = loader._writer.update
+
+    def recorded(apply: Callable[[], None]) -> None:
+        steps.append(list(loader._batch.places))
+        update(apply)
+
+    loader._writer.update = recorded
+
+
+def take_alone(model: Any, optimizer: Any, steps: list[list[int]], workers: int) -> None:
+    """Take the recorded steps of two epochs in a single process."""
+    rate, samples, seen = optimizer.param_groups[0]["lr"], data(), 0
+    for places in steps:
+        order = torch.randperm(203, generator=torch.Generator().manual_seed(seen // 203))
+        _, x, y = samples[order[places]]
+        seen += len(places)
+        optimizer.param_groups[0]["lr"] = rate * len(places) / (BATCH * workers)
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    assert seen == 2 * 203
 
 
 def classes(here: World) -> str:

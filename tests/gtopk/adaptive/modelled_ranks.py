@@ -16,6 +16,15 @@ from gtopk.runtime.world.membership import World
 FEATURES = 5
 
 
+class Clock:
+    """A clock that the test advances."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
 class Modelled:
     """A timer that models a rank's samples per second."""
 

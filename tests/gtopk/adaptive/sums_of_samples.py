@@ -70,3 +70,15 @@ def run(
                 states.append(loader.state_dict())
             break
     return seen
+
+
+def stop_apart(here: World, loader: Any, model: Model, optimizer: Any) -> None:
+    """Stop on two ranks in the same round, which only rank 0 has ended."""
+    loader.rounds._wire = loader._wire  # from here on ranks need not keep together
+    for number, (_, x) in enumerate(loader):
+        model(x).mean().backward()
+        optimizer.step()
+        if here.rank == 1 or number == 1:
+            break
+        loader.rounds._ready.wait()
+    assert (loader.rounds._reducing is None) == (here.rank == 1)

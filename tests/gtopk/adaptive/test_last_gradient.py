@@ -11,16 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 import gtopk.torch as hvd
 from gtopk.exchange.buckets import arrays
 from gtopk.runtime.world.membership import World
-from tests.gtopk.adaptive.modelled_ranks import FEATURES, data, mean_loss, on_ranks, sgd
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
+from tests.gtopk.adaptive.modelled_ranks import FEATURES, Clock, data, mean_loss, on_ranks, sgd
 
 
 class Passing(torch.autograd.Function):

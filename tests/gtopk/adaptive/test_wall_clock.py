@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gtopk.adaptive import local_steps
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
+from tests.gtopk.adaptive.modelled_ranks import Clock
 
 
 def test_wall_clock_counts_every_second_once(monkeypatch: pytest.MonkeyPatch) -> None:

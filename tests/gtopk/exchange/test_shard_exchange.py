@@ -17,7 +17,7 @@ from gtopk.adaptive.replica import RoundExchange
 from gtopk.compression import Compression, ErrorFeedback
 from gtopk.local_sgd import LocalSGD
 from gtopk.runtime.world import world
-from tests.gtopk.four_layers import distribute, flat, inputs, layers
+from tests.gtopk.four_layers import distribute, flat, inputs, layers, take_steps
 from tests.gtopk.held import held
 from tests.gtopk.in_shards import _small_blocks
 
@@ -36,11 +36,15 @@ def owner_errors(optimizer: Any) -> np.ndarray:
     return np.concatenate([parts["owner_error"].numpy().ravel() for parts in residuals.values()])
 
 
-def train(optimizer: Any, model: torch.nn.Module, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(inputs(rank, step)).square().sum().backward()
+def take_step(model: Any, optimizer: Any, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return this rank's gradient, and the update."""
+    model(inputs(rank, 5)).square().sum().backward()
+    gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+    optimizer.synchronize()
+    update = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+    with optimizer.skip_synchronize():
         optimizer.step()
+    return gradient, update
 
 
 def saved(ranks: int, compression: Any = SHARDS, steps: int = 5) -> tuple[list[Any], Any, Any]:
@@ -51,7 +55,7 @@ def saved(ranks: int, compression: Any = SHARDS, steps: int = 5) -> tuple[list[A
         model = models[transport.rank]
         with world.entered(transport):
             optimizer = distribute(model, compression)
-            train(optimizer, model, transport.rank, range(steps))
+            take_steps(model, optimizer, transport.rank, range(steps))
             return optimizer, optimizer.gather_state(0)
 
     optimizers, states = zip(*run_ranks(local_world(ranks, 30), program), strict=True)
@@ -74,14 +78,14 @@ def test_run_resumed_on_as_many_ranks_is_bit_identical() -> None:
             optimizer = distribute(model, SHARDS)
             model.load_state_dict(model_state)
             optimizer.load_state_dict(state)
-            train(optimizer, model, transport.rank, range(5, 9))
+            take_steps(model, optimizer, transport.rank, range(5, 9))
             return flat(model).numpy().tobytes(), held(optimizer).tobytes()
 
     def uninterrupted(transport: LocalTransport) -> tuple[bytes, bytes]:
         model = layers()
         with world.entered(transport):
             optimizer = distribute(model, SHARDS)
-            train(optimizer, model, transport.rank, range(9))
+            take_steps(model, optimizer, transport.rank, range(9))
             return flat(model).numpy().tobytes(), held(optimizer).tobytes()
 
     resumed, without_stop = (
@@ -103,12 +107,7 @@ def test_other_rank_counts_redistribute_owner_errors_without_loss(ranks: int) ->
             model.load_state_dict(model_state)
             optimizer.load_state_dict(state)
             before = held(optimizer)
-            model(inputs(transport.rank, 5)).square().sum().backward()
-            gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
-            optimizer.synchronize()
-            update = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            gradient, update = take_step(model, optimizer, transport.rank)
             return before, gradient / ranks, update, held(optimizer), owner_errors(optimizer)
 
     each = zip(*run_ranks(local_world(ranks, 30), program), strict=True)
@@ -133,12 +132,7 @@ def test_another_compression_takes_owner_errors_as_residual(compression: Any) ->
             optimizer = distribute(model, compression)
             model.load_state_dict(model_state)
             optimizer.load_state_dict(state)
-            model(inputs(transport.rank, 5)).square().sum().backward()
-            gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
-            optimizer.synchronize()
-            update = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            gradient, update = take_step(model, optimizer, transport.rank)
             return gradient / 3, update, held(optimizer)
 
     each = zip(*run_ranks(local_world(3, 30), program), strict=True)
@@ -153,7 +147,7 @@ def test_skipped_step_leaves_residuals_owner_errors_and_parameters() -> None:
         model = layers()
         with world.entered(transport):
             optimizer = distribute(model, SHARDS)
-            train(optimizer, model, transport.rank, range(4))
+            take_steps(model, optimizer, transport.rank, range(4))
             before = held(optimizer), owner_errors(optimizer), flat(model)
             optimizer.zero_grad()
             model(inputs(transport.rank, 4)).square().sum().backward()
@@ -166,7 +160,7 @@ def test_skipped_step_leaves_residuals_owner_errors_and_parameters() -> None:
             for old, new in zip(before, after, strict=True):
                 assert old.tobytes() == new.tobytes() if isinstance(old, np.ndarray) else True
             assert torch.equal(before[2], after[2])
-            train(optimizer, model, transport.rank, range(5, 7))
+            take_steps(model, optimizer, transport.rank, range(5, 7))
             return flat(model).numpy().tobytes(), optimizer.last_step.skipped
 
     ranks = run_ranks(local_world(3, 30), program)
@@ -201,7 +195,7 @@ def test_ranks_without_batches_may_join(threads: Any) -> None:
         model = layers()
         with world.entered(transport) as here:
             optimizer = distribute(model, SHARDS, missing_gradients="zeros")
-            train(optimizer, model, transport.rank, range([6, 3, 4][transport.rank]))
+            take_steps(model, optimizer, transport.rank, range([6, 3, 4][transport.rank]))
             here.engine.join().wait()
             return flat(model), held(optimizer)
 
@@ -278,6 +272,6 @@ def test_unequal_bits_of_shards_raise_and_name_both(threads: Any) -> None:
         with world.entered(transport):
             optimizer = distribute(model, Compression.shards(3, 2 + transport.rank))
             with pytest.raises(hvd.HorovodInternalError, match=r"rank 0: bits=2; rank 1: bits=3"):
-                train(optimizer, model, transport.rank, range(1))
+                take_steps(model, optimizer, transport.rank, range(1))
 
     threads(2, program)

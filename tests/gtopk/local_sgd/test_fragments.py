@@ -237,9 +237,9 @@ def test_fragments_shorten_exchanges_and_keep_their_sum(fragments: int) -> None:
             assert max(each.selected for each in turn) == most
 
 
-@pytest.mark.parametrize("overlap", [0, 3])
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 3), (3, 0), (3, 3)])
 @pytest.mark.parametrize("compression", [GTOPK, SHARDS], ids=repr)
-def test_change_of_the_ranks_is_conserved(compression: Any, overlap: int) -> None:
+def test_change_of_the_ranks_is_conserved(compression: Any, fragments: int, overlap: int) -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
         model, start = network(), weights(network())
         optimizer = LocalSGD(
@@ -248,7 +248,7 @@ def test_change_of_the_ranks_is_conserved(compression: Any, overlap: int) -> Non
             averaging,
             compression,
             overlap_steps=overlap,
-            fragments=3,
+            fragments=fragments,
         )
         own = torch.zeros_like(start)
         for step in range(14):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from gtopk.local_sgd import LocalSGD
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Adasum
 from gtopk.runtime.world import world
-from tests.gtopk.four_layers import flat, inputs, layers
+from tests.gtopk.four_layers import flat, inputs, layers, take_steps
 
 
 def adamw(model: torch.nn.Module) -> Any:
@@ -36,13 +35,6 @@ def adasum(model: torch.nn.Module) -> Any:
 def local_steps(model: torch.nn.Module) -> Any:
     plain = torch.optim.SGD(model.parameters(), lr=0.01)
     return LocalSGD(plain, inner_steps=2, named_parameters=model.named_parameters())
-
-
-def take_steps(model: Any, optimizer: Any, rank: int, steps: Iterable[int]) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(inputs(rank, step)).square().sum().backward()
-        optimizer.step()
 
 
 def train_in_phases(transport: LocalTransport, first: Any, second: Any, lives: bool) -> Any:

@@ -22,7 +22,15 @@ from gtopk.adaptive.delayed_sync.rounds import (
 from gtopk.adaptive.replica import RoundExchange
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
-from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, adapted, data, prompt, run
+from tests.gtopk.adaptive.sums_of_samples import (
+    GTOPK,
+    Model,
+    adapted,
+    data,
+    prompt,
+    run,
+    stop_apart,
+)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -326,19 +334,12 @@ def test_loading_state_after_break_equals_new_loader_with_that_state(
 
     def program(here: World) -> Any:
         parts = prompt(adapted(here, 160, corrected))
-        loader, model, optimizer = parts
+        loader, model, _ = parts
         states: list[Any] = []
         run(*parts, 2, states)
         (state,) = states
         weight = model.weight.detach().clone()
-        loader.rounds._wire = loader._wire  # from here on ranks need not keep together
-        for number, (_, x) in enumerate(loader):
-            model(x).mean().backward()
-            optimizer.step()
-            if here.rank == 1 or number == 1:
-                break
-            loader.rounds._ready.wait()
-        assert (loader.rounds._reducing is None) == (here.rank == 1)
+        stop_apart(here, *parts)
 
         def continue_training(loader: Any, model: Model, optimizer: Any) -> Any:
             with torch.no_grad():

@@ -25,7 +25,9 @@ from tests.gtopk.adaptive.hogbatch_workers import (
     flattened,
     loss_of,
     momentum,
+    record,
     sgd,
+    take_alone,
     train,
 )
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, network, on_ranks
@@ -48,13 +50,7 @@ def test_lock_step_equals_single_process_training(
             lock_step=True,
             audit=True,
         )
-        update = loader._writer.update
-
-        def recorded(apply: Callable[[], None]) -> None:
-            steps.append(list(loader._batch.places))
-            update(apply)
-
-        loader._writer.update = recorded
+        record(loader, steps)
         for _ in range(2):
             train(loader, model, optimizer)
         assert loader.report().overlapped_share == 0
@@ -64,23 +60,12 @@ def test_lock_step_equals_single_process_training(
 
     results = on_ranks(size, program)
     model = network()
-    optimizer = make(model)
-    rate = optimizer.param_groups[0]["lr"]
-    samples, seen = data(), 0
-    for places in steps:
-        order = torch.randperm(203, generator=torch.Generator().manual_seed(seen // 203))
-        _, x, y = samples[order[places]]
-        seen += len(places)
-        optimizer.param_groups[0]["lr"] = rate * len(places) / (BATCH * size)
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
-    assert seen == 2 * 203
+    take_alone(model, make(model), steps, size)
     for parameters, lost, report in results:
         torch.testing.assert_close(parameters, flat(model), rtol=1e-11, atol=1e-13)
         assert lost < 1e-12
         assert report.updates == len(steps)
-        assert sum(worker.samples for worker in report.workers) == seen
+        assert sum(worker.samples for worker in report.workers) == 2 * 203
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

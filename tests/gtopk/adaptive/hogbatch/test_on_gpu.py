@@ -9,19 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
 from gtopk.adaptive.hogbatch.shared_model import DeviceCopy, SharedModel, layout_of, states_of
 from gtopk.runtime.world.membership import World
-from tests.gtopk.adaptive.hogbatch_workers import loss_of, train
-from tests.gtopk.adaptive.modelled_ranks import FEATURES, network, on_ranks
+from tests.gtopk.adaptive.hogbatch_workers import (
+    BATCH,
+    data,
+    flat,
+    loss_of,
+    record,
+    take_alone,
+    train,
+)
+from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
 ]
-BATCH, LENGTH = 16, 203
+LENGTH = 203
 GPU = "cuda"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -32,22 +40,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(LENGTH, FEATURES, generator=generator, dtype=torch.float64)
-    return TensorDataset(torch.arange(LENGTH), x, torch.sin(x.sum(1, keepdim=True)))
-
-
 def adapted(device: str, make: Any, mode: str = "hogbatch", **options: Any) -> Any:
     model = network().to(device)
     optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
     options = {"sizes": {"cpu": 4, "gpu": 16}, **options}
     loader = hvd.adapt(DataLoader(data(), BATCH, shuffle=True), optimizer, mode, **options)
     return loader, model, optimizer
-
-
-def flat(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().cpu().reshape(-1) for p in model.parameters()])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -57,13 +55,7 @@ def test_lock_step_of_gpu_and_cpu_ranks_equals_single_process(name: str) -> None
     def program(here: World) -> torch.Tensor:
         device = GPU if here.rank == 0 else "cpu"
         loader, model, optimizer = adapted(device, OPTIMIZERS[name], lock_step=True)
-        update = loader._writer.update
-
-        def recorded(apply: Callable[[], None]) -> None:
-            steps.append(list(loader._batch.places))
-            update(apply)
-
-        loader._writer.update = recorded
+        record(loader, steps)
         for _ in range(2):
             train(loader, model, optimizer)
         assert [w.device_class for w in loader.report().workers] == ["gpu", "cpu", "cpu"]
@@ -74,16 +66,7 @@ def test_lock_step_of_gpu_and_cpu_ranks_equals_single_process(name: str) -> None
     results = on_ranks(size, program)
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters())
-    rate, samples, seen = optimizer.param_groups[0]["lr"], data(), 0
-    for places in steps:
-        order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seen // LENGTH))
-        _, x, y = samples[order[places]]
-        seen += len(places)
-        optimizer.param_groups[0]["lr"] = rate * len(places) / (BATCH * size)
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
-    assert seen == 2 * LENGTH
+    take_alone(model, optimizer, steps, size)
     for parameters in results:
         torch.testing.assert_close(parameters, flat(model), rtol=1e-8, atol=1e-10)
 

@@ -9,20 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
 from gtopk import load_latest, save_checkpoint
+from tests.gtopk.adaptive.modelled_ranks import Modelled
 from tests.gtopk.held import held
-
-
-class Modelled:
-    """A timer that models a rank's samples per second."""
-
-    def __init__(self, speed):
-        self.speed = speed
-
-    def start(self, samples):
-        self.samples = samples
-
-    def elapsed_seconds(self):
-        return self.samples / self.speed
 
 
 class Run:
