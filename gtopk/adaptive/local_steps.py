@@ -140,10 +140,11 @@ class LocalSteps:
         recorded, reduction = self._recorded, exchange.pop_reduction()
         recorded.bucket_exchanges.append(exchange.bucket_exchange)
         if reduction is not None:
-            recorded.exchanged[len(recorded.exchanged)] = reduction.exchanged
-            recorded.spans.append((reduction.began, reduction.ended))
+            exchanged, span = reduction
+            recorded.exchanged[len(recorded.exchanged)] = exchanged
+            recorded.spans.append(span)
             # Sampled now: the next exchange may be running when the step is closed.
-            steps = exchange.progress.steps if reduction.exchanged.finite else None
+            steps = exchange.progress.steps if exchanged.finite else None
             note_residual(recorder_of(self._world), steps, [exchange.bucket_exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:

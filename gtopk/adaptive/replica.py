@@ -30,8 +30,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -43,14 +42,6 @@ from ..exchange.bucket_exchange import open_bucket_exchange
 from ..exchange.buckets.arrays import from_array, to_array, view_tensor
 from ..exchange.exchange import Exchanged, Progress
 from ..optim.samples import LocalClip, norm_of
-
-
-class TimedReduction(NamedTuple):
-    """A reduction's result, and when it began and was applied, from time.perf_counter."""
-
-    exchanged: Exchanged
-    began: float
-    ended: float
 
 
 class RoundExchange:
@@ -76,7 +67,7 @@ class RoundExchange:
         self._clip = LocalClip([], None)
         self.progress = Progress()
         self.bucket_exchange = open_bucket_exchange("", parameters, [], compression, self.progress)
-        self._last_reduction: TimedReduction | None = None
+        self._last_reduction: tuple[Exchanged, tuple[float, float]] | None = None
 
     @property
     def signature(self) -> str:
@@ -167,26 +158,20 @@ class RoundExchange:
         # Before the exchange adds this round's sums: an overflow shows only at its end.
         self.bucket_exchange.snapshot()
         exchanged = self.bucket_exchange.reduce(transport)
-        reduced = time.perf_counter()
         if exchanged.finite:
-            self.bucket_exchange.apply_sum()
+            exchanged = self.bucket_exchange.apply_at_once(exchanged)
         else:
             self.bucket_exchange.undo()
         # In both cases: a stale snapshot would bring back an earlier round.
         self.bucket_exchange.commit()
-        ended = time.perf_counter()
-        # Applying reads and writes the selected entries, so it is reported with the selection.
-        select_seconds = exchanged.select_seconds + ended - reduced
-        self._last_reduction = TimedReduction(
-            replace(exchanged, select_seconds=select_seconds), began, ended
-        )
+        self._last_reduction = exchanged, (began, time.perf_counter())
         if not exchanged.finite:
             return None
         self.progress.steps += 1
         return bucket.gradients
 
-    def pop_reduction(self) -> TimedReduction | None:
-        """Return the last reduction's result, once; None if there was none since the last call."""
+    def pop_reduction(self) -> tuple[Exchanged, tuple[float, float]] | None:
+        """Return the last reduction's result and span, once; None if there was none since then."""
         reduction, self._last_reduction = self._last_reduction, None
         return reduction
 

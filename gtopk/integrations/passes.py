@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -250,11 +249,7 @@ class PassTransaction(RecordedStep):
             with bucket_exchange.bucket.on_stream():
                 bucket_exchange.bucket.poison()
         else:
-            applied_from = time.perf_counter()
-            bucket_exchange.apply_sum()
-            exchanged = self.exchanged[number]
-            seconds = exchanged.select_seconds + time.perf_counter() - applied_from
-            self.exchanged[number] = replace(exchanged, select_seconds=seconds)
+            self.exchanged[number] = bucket_exchange.apply_at_once(self.exchanged[number])
         self.spans.append((begun, time.perf_counter()))
         return transport.rank not in self.not_finite
 
