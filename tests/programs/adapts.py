@@ -48,7 +48,7 @@ def train(loader, model, optimizer) -> list[int]:
     return seen
 
 
-def adapted(dataset, **options):
+def distributed():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     optimizer = hvd.DistributedOptimizer(
@@ -56,6 +56,11 @@ def adapted(dataset, **options):
         model.named_parameters(),
         hvd.Compression.gtopk(density=0.3),
     )
+    return model, optimizer
+
+
+def adapted(dataset, **options):
+    model, optimizer = distributed()
     loader = hvd.adapt(
         DataLoader(dataset, TOGETHER // hvd.size(), **options), optimizer, interval=2, min_batch=1
     )
@@ -100,13 +105,7 @@ def test_iterable_dataset_is_read_once_by_workers() -> None:
 
 
 def test_adaptive_sgd_replicas_share_each_epoch_and_merge() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model.named_parameters(),
-        hvd.Compression.gtopk(density=0.3),
-    )
+    model, optimizer = distributed()
     loader = hvd.adapt(
         DataLoader(Indexed(), 8, shuffle=True, num_workers=1, persistent_workers=True),
         optimizer,

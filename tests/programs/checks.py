@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,37 @@ def run_tests(program: Mapping[str, object]) -> None:
     for name, test in list(program.items()):
         if name.startswith("test_") and callable(test):
             test()
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def adamw(model: torch.nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
+    """Return AdamW with two groups of different rates, betas and decays."""
+    first, *others = model.parameters()
+    groups = [
+        {"params": [first], "lr": 0.02, "weight_decay": 0.2, "betas": (0.7, 0.9)},
+        {"params": others},
+    ]
+    return kind(groups, **{"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1, **options})
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Tell whether two states are equal to the bit; of tensors in shards, this rank's shards."""
+    if hasattr(one, "to_local"):
+        return torch.equal(one.to_local(), other.to_local())
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return all(map(equal, one, other)) and len(one) == len(other)
+    return bool(one == other)
+
+
+def check_that_the_job_goes_on() -> None:
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
 
 
 def train_beside_adamw(

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config  # before any optimizer: models are compiled here
-from checks import logged, raises, run_tests
-from ddp_hook import RANK, SIZE, SMALL_BUCKETS, Net, assert_alike, batch, weights
+from checks import adamw, equal, logged, raises, run_tests, weights
+from ddp_hook import RANK, SIZE, SMALL_BUCKETS, Net, assert_alike, batch
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -31,16 +31,6 @@ from gtopk.optim.wrapped.adam_step import ramp
 # One bucket, of the parameters in the model's order.
 IN_ORDER = {"bucket_cap_mb": 25, "find_unused_parameters": True}
 OPTIONS = {"wire": "packed", "values": "int8"}
-
-
-def adamw(model: torch.nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """Return AdamW with two groups of different rates, betas and decays."""
-    first, *others = model.parameters()
-    groups = [
-        {"params": [first], "lr": 0.02, "weight_decay": 0.2, "betas": (0.7, 0.9)},
-        {"params": others},
-    ]
-    return kind(groups, **{"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1, **options})
 
 
 def hooked(
@@ -90,17 +80,6 @@ def saved(model: Any, optimizer: Any, state: GTopKState) -> dict[str, Any]:
             "state": state.state_dict(model),
         }
     )
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Tell whether two states are equal to the bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return all(map(equal, one, other)) and len(one) == len(other)
-    return bool(one == other)
 
 
 def test_compiled_model_trains_like_an_uncompiled_one() -> None:

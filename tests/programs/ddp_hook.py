@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config  # before any optimizer: models are compiled here
-from checks import BETAS, logged, raises, same_everywhere, train_beside_adamw
+from checks import BETAS, logged, raises, same_everywhere, train_beside_adamw, weights
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,10 +101,6 @@ def wrapped(state: GTopKState | None, **options: Any) -> Any:
     if state is not None:
         model.register_comm_hook(state, gtopk_hook)
     return model
-
-
-def weights(model: Any) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def summed(vector: torch.Tensor, ranks: hvd.ProcessSet = hvd.global_process_set) -> torch.Tensor:

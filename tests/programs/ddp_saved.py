@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._dynamo.config  # before any optimizer: models are compiled here
-from checks import logged
-from ddp_hook import RANK, SIZE, SMALL_BUCKETS, Net, batch, summed, train, weights, wrapped
+from checks import logged, weights
+from ddp_hook import RANK, SIZE, SMALL_BUCKETS, Net, batch, summed, train, wrapped
 from torch.distributed import checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 

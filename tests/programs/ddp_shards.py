@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_adamw import IN_ORDER, distributed, equal, hooked, loss, saved, train
+from checks import equal, weights
+from ddp_adamw import IN_ORDER, distributed, hooked, loss, saved, train
 from ddp_hook import (
     RANK,
     SIZE,
@@ -14,7 +15,6 @@ from ddp_hook import (
     Recorder,
     assert_alike,
     summed,
-    weights,
     wrapped,
 )
 from ddp_hook import train as train_by_sgd

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import fsdp_hook
 import pytest
 import torch
-from checks import logged, raises
-from fsdp_hook import MESH, RANK
+from checks import adamw, equal, logged, raises
+from fsdp_hook import MESH, RANK, weights
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -26,24 +28,8 @@ from gtopk.compression import Compression
 from gtopk.optim.distributed import DistributedOptimizer
 
 ROWS = 11  # not divisible by two shards
-
-
-def network(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    model = torch.nn.Sequential(*(torch.nn.Linear(ROWS, ROWS, dtype=dtype) for _ in range(3)))
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.3, generator=generator)
-    return model
-
-
-def adamw(model: torch.nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """Return AdamW with two groups of different rates, betas and decays."""
-    first, *others = model.parameters()
-    groups = [
-        {"params": [first], "lr": 0.02, "weight_decay": 0.2, "betas": (0.7, 0.9)},
-        {"params": others},
-    ]
-    return kind(groups, **{"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1, **options})
+network = partial(fsdp_hook.network, ROWS)
+loss = partial(fsdp_hook.loss, rows=ROWS)
 
 
 def sharded(
@@ -56,12 +42,6 @@ def sharded(
     optimizer = adamw(model, kind)
     state = fsdp.replicate(model, MESH["replicate"], density, optimizer=optimizer, **options)
     return model, optimizer, state
-
-
-def loss(model: torch.nn.Module, step: int, rank: int = RANK) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(8, ROWS, generator=generator, dtype=torch.float64)
-    return model(x).tanh().square().mean()
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: Sequence[int]) -> None:
@@ -84,11 +64,6 @@ def test_saving_between_backward_and_step_is_warned_of() -> None:
         assert not logged(state.state_dict)
 
 
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    """Return all parameters, gathered; every rank calls it."""
-    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
-
-
 def own(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return copies of this rank's shards."""
     return [p.detach().to_local().clone() for p in model.parameters()]
@@ -97,19 +72,6 @@ def own(model: torch.nn.Module) -> list[torch.Tensor]:
 def assert_alike(model: torch.nn.Module) -> None:
     mine = weights(model)
     assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Tell whether two states are equal to the bit, on this rank."""
-    if isinstance(one, DTensor):
-        return torch.equal(one.to_local(), other.to_local())
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return all(map(equal, one, other)) and len(one) == len(other)
-    return bool(one == other)
 
 
 def saved(model: torch.nn.Module, optimizer: Any, state: fsdp.ReplicaState) -> Any:

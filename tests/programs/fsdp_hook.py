@@ -34,8 +34,9 @@ RANK = torch.distributed.get_rank()
 MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def network() -> torch.nn.Module:
-    model = torch.nn.Sequential(*(torch.nn.Linear(12, 12, dtype=torch.float64) for _ in range(3)))
+def network(rows: int = 12) -> torch.nn.Module:
+    layers = (torch.nn.Linear(rows, rows, dtype=torch.float64) for _ in range(3))
+    model = torch.nn.Sequential(*layers)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
@@ -50,9 +51,9 @@ def sharded(density: float, **options: object) -> tuple[torch.nn.Module, fsdp.Re
     return model, fsdp.replicate(model, MESH["replicate"], density, **options)
 
 
-def loss(model: torch.nn.Module, step: int, rank: int = RANK) -> torch.Tensor:
+def loss(model: torch.nn.Module, step: int, rank: int = RANK, rows: int = 12) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(8, 12, generator=generator, dtype=torch.float64)
+    x = torch.randn(8, rows, generator=generator, dtype=torch.float64)
     return model(x).tanh().square().mean()
 
 

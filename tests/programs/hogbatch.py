@@ -7,7 +7,7 @@ from itertools import chain
 import light_torch  # noqa: F401
 
 import torch
-from checks import run_tests, same_bits_everywhere, same_everywhere
+from checks import run_tests, same_bits_everywhere, same_everywhere, weights
 from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
@@ -56,10 +56,6 @@ def train(loader, model, optimizer) -> list[list[int]]:
     return batches
 
 
-def flat(model) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
 def of_all_ranks(batches: list[list[int]]) -> list[int]:
     return sorted(chain.from_iterable(chain.from_iterable(hvd.allgather_object(batches))))
 
@@ -75,8 +71,8 @@ def test_workers_train_one_model_and_see_every_sample_once() -> None:
         lost = loader.audited()
         assert 0 <= lost <= report.overlapped_share + 1e-12
         loader.drain()
-        assert same_bits_everywhere(flat(model))
-        assert not torch.equal(flat(model), flat(network(0)))
+        assert same_bits_everywhere(weights(model))
+        assert not torch.equal(weights(model), weights(network(0)))
         hvd.barrier()
 
 
@@ -94,7 +90,7 @@ def test_lock_step_hogbatch_equals_one_process() -> None:
         oracle.zero_grad()
         (plain(x) - y).square().mean().backward()
         oracle.step()
-    torch.testing.assert_close(flat(model), flat(plain), rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-11, atol=1e-13)
 
 
 def pad(batches: list[list[list[int]]]) -> list[list[list[int]]]:
@@ -125,7 +121,7 @@ def test_two_nodes_merge_their_models_while_training() -> None:
     for _ in range(2):
         assert of_all_ranks(train(loader, model, optimizer)) == list(range(LENGTH))
     loader.drain()
-    rows = hvd.allgather(flat(model).reshape(1, -1))
+    rows = hvd.allgather(weights(model).reshape(1, -1))
     torch.testing.assert_close(rows, rows[:1].expand_as(rows), rtol=1e-12, atol=1e-14)
     hvd.barrier()
 

@@ -5,7 +5,7 @@ import sys
 import light_torch  # noqa: F401
 
 import torch
-from checks import same_bits_everywhere
+from checks import same_bits_everywhere, weights
 
 import gtopk
 import gtopk.torch as hvd
@@ -33,10 +33,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
         optimizer.zero_grad()
         model(torch.randn(8, 6, generator=generator)).square().mean().backward()
         optimizer.step()
-
-
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 for fragments in (1, 3):

@@ -4,7 +4,7 @@ Also LocalSGD of all ranks, in fragments.
 """
 
 import torch
-from checks import check_close, run_tests, same_bits_everywhere
+from checks import check_close, run_tests, same_bits_everywhere, weights
 from torch.nn.parallel import DistributedDataParallel
 
 import gtopk
@@ -24,10 +24,6 @@ def train(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, step
         optimizer.zero_grad()
         model(torch.randn(8, 6, generator=generator)).square().mean().backward()
         optimizer.step()
-
-
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def test_outer_step_between_node_counterparts_makes_all_ranks_equal() -> None:

@@ -17,7 +17,14 @@ from typing import Any
 import light_torch  # noqa: F401
 
 import torch
-from checks import check_close, raises, run_tests, same_bits_everywhere, same_everywhere
+from checks import (
+    check_close,
+    check_that_the_job_goes_on,
+    raises,
+    run_tests,
+    same_bits_everywhere,
+    same_everywhere,
+)
 
 import gtopk.torch as hvd
 
@@ -87,10 +94,6 @@ def reduced(reduction: str, dtype: torch.dtype) -> torch.Tensor:
         "Product": lambda rows: rows.prod(0),
     }
     return reduce[reduction](every).to(dtype)
-
-
-def check_that_the_job_goes_on() -> None:
-    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [SIZE, SIZE]
 
 
 def test_ranks_know_rank_size_and_local_rank() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import light_torch  # noqa: F401
 
 import torch
-from checks import check_close, raises, same_everywhere
+from checks import check_close, check_that_the_job_goes_on, raises, same_everywhere
 
 import gtopk.torch as hvd
 
@@ -22,10 +22,6 @@ RANKS = range(SIZE)
 ODD = SIZE - 1
 EVENS, ODDS = [*RANKS][::2], [*RANKS][1::2]
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
-
-
-def check_that_the_job_goes_on() -> None:
-    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [SIZE, SIZE]
 
 
 def calls_with(process_set: Any) -> list[Callable[[], Any]]:
