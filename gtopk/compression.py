@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -280,7 +281,7 @@ class OkTopK(SparseCompression):
 
     def options(self, k: int, length: int) -> dict[str, Any]:
         """Return the options; `regions` is a new object that keeps boundaries between steps."""
-        return {"k_out": min(length, round(self.k_out * k)), "regions": Regions()}
+        return {"k_out": round(min(length, self.k_out * k)), "regions": Regions()}
 
 
 @dataclass(frozen=True)
@@ -461,7 +462,7 @@ def check_betas(value: object) -> tuple[float, float]:
 def check_widening(name: str, value: float) -> None:
     """Raise TypeError if the value is not a number, ValueError if it is below 1 or infinite."""
     check_number(name, value)
-    if not 1.0 <= value < math.inf:
+    if not 1.0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be a number from 1 on, got {value}")
 
 

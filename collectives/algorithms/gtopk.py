@@ -14,7 +14,7 @@ residual, even if another branch brings its index back into the result.
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Final
 
 import numpy as np
@@ -42,7 +42,7 @@ USUAL_GROWTH: Final = 2.0
 
 def check_growth(growth: float) -> None:
     """Raise ValueError unless lists can grow by this factor."""
-    if not 1.0 <= growth < math.inf:
+    if not 1.0 <= growth <= sys.float_info.max:
         raise ValueError(f"growth must be a number from 1 on, got {growth!r}")
 
 
@@ -58,8 +58,9 @@ def kept_sizes(k: int, growth: float, rounds: int, length: int) -> list[int]:
     round's list is not sent, so an update of 4k entries costs 6 k sent entries a rank where one of
     k costs 5 k; in general less than (log2 P + growth) k.
     """
-    sizes = (round(growth * k / 2 ** (rounds - 1 - number)) for number in range(rounds))
-    return [min(max(k, size), length) for size in sizes]
+    # Limited before it is rounded, as the product may be infinite.
+    sizes = (min(growth * k / 2 ** (rounds - 1 - number), length) for number in range(rounds))
+    return [min(max(k, round(size)), length) for size in sizes]
 
 
 def reduce(

@@ -218,7 +218,7 @@ class Order(NamedTuple):
     @property
     def k_out(self) -> int:
         """Return how many entries the update may have."""
-        return min(self.length, round(self.widening * self.k))
+        return round(min(self.length, self.widening * self.k))
 
     @property
     def nodes(self) -> int:

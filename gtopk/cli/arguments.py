@@ -77,10 +77,16 @@ class Command(argparse.ArgumentParser):
         self.add_argument(name, action="store_true", help=help)
 
 
+_MOST_DIGITS: Final = 15
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Return a function that reads an integer >= least; least >= 0."""
 
     def read(text: str) -> int:
+        # Python refuses to convert thousands of digits.
+        if text.isdecimal() and len(text) > _MOST_DIGITS:
+            raise ValueError(f"must have at most {_MOST_DIGITS} digits, got {text!r}")
         if not text.isdecimal() or int(text) < least:
             raise ValueError(f"must be a whole number, at least {least}, got {text!r}")
         return int(text)

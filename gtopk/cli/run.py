@@ -17,14 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from collectives import environment
 from collectives.cores import usable_cores
-from collectives.environment import whole_number
 
 from .. import settings
 from ..runtime.launch import LaunchError
 from ..runtime.launch.job import Host, job, parse_hosts, read_hostfile, refuse_inside_a_job
 from ..runtime.runner.ranks import LAUNCHERS, Places, Start, default_launcher, launch_command
-from .arguments import Command, as_argument, fail
+from .arguments import Command, as_argument, fail, whole_number
 
 
 def allocated_tasks() -> int:
@@ -32,11 +32,11 @@ def allocated_tasks() -> int:
 
     Raises ValueError if a variable of Slurm is not a number.
     """
-    if requested := whole_number("SLURM_NTASKS", 0):
+    if requested := environment.whole_number("SLURM_NTASKS", 0):
         return requested
     hosts = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # such as 16(x2),8
     each = re.findall(r"(\d+)(?:\(x(\d+)\))?", hosts)
-    cores_per_task = max(1, whole_number("SLURM_CPUS_PER_TASK", 1))
+    cores_per_task = max(1, environment.whole_number("SLURM_CPUS_PER_TASK", 1))
     tasks = sum(int(cores) // cores_per_task * int(times or 1) for cores, times in each)
     return tasks or usable_cores()
 
@@ -70,7 +70,7 @@ def parser() -> Command:
         allow_abbrev=False,
     )
     ranks = "default: the hosts' slots; by srun, the allocation's tasks or cores; else the cores"
-    described.add_argument("-n", "--ranks", type=int, help=ranks)
+    described.add_argument("-n", "--ranks", type=as_argument(whole_number), help=ranks)
     where = described.add_mutually_exclusive_group()
     hosts = "such as one:4,two:2; needs mpirun and ssh"
     where.add_argument("--hosts", type=as_argument(parse_hosts), default=[], help=hosts)
@@ -192,7 +192,7 @@ def _terminate(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> Non
 
 
 def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
-    """Return the places of the ranks; raise ValueError for fewer than one rank."""
+    """Return the places of the ranks."""
     launcher, ranks = options.launcher, options.ranks
     if launcher is None:
         # In an allocation, srun knows hosts and cores; --hosts may name hosts outside it.
@@ -201,8 +201,6 @@ def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
     if ranks is None:
         by_srun = launcher == "srun" and not hosts
         ranks = sum(h.slots for h in hosts) or (allocated_tasks() if by_srun else usable_cores())
-    if ranks < 1:
-        raise ValueError(f"--ranks must be at least 1, got {ranks}")
     return Places(ranks, hosts, launcher, options.mpi_args, interfaces=options.interfaces)
 
 

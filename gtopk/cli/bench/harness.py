@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from collectives.errors import PeerError
+from collectives.errors import CollectiveError, PeerError
 from collectives.transports import Transport, local_world, run_ranks
 
 from ...runtime.launch import launched_by, transport_name
 from ...runtime.world.joining import join
 from ...runtime.world.membership import emulate_on
-from ..arguments import Command, records_file
+from ..arguments import Command, fail, records_file
 
 # Long, because ranks that are not being measured wait for those that are.
 TIMEOUT_SECONDS: Final = 3600.0
@@ -126,6 +126,10 @@ def bench_parser(call: str, description: str, launched: bool = False) -> Command
     return described
 
 
+class UsageError(Exception):
+    """An argument does not fit the ranks that were started; all of them raise it."""
+
+
 def on_ranks(work: Callable[[Transport], object], threads: int, over: str | None = None) -> int:
     """Run a benchmark on the launcher's ranks, or on threads; a failure ends the whole job.
 
@@ -133,21 +137,35 @@ def on_ranks(work: Callable[[Transport], object], threads: int, over: str | None
     over:    the transport; None: the one that training would use.
     """
     if (over or transport_name(launched_by())) == "local":
-        run_ranks(local_world(threads, TIMEOUT_SECONDS), work)
+        try:
+            run_ranks(local_world(threads, TIMEOUT_SECONDS), work)
+        except CollectiveError as error:
+            return fail("bench", error)
+        except MemoryError as error:
+            return _fail_for_memory(error)
         return 0
     transport = join(over=over, timeout_seconds=TIMEOUT_SECONDS)
     try:
         emulate_on(transport)
         work(transport)
+    except UsageError as error:
+        transport.leave(f"{error}")
+        return fail("bench", error, code=2) if transport.rank == 0 else 2
     except BaseException as error:
+        if isinstance(error, MemoryError):
+            _fail_for_memory(error)
         # Only the failing rank knows the cause; skip the PeerErrors that it triggers on others.
-        if not isinstance(error, PeerError) or transport.rank == 0:
+        elif not isinstance(error, PeerError) or transport.rank == 0:
             traceback.print_exc()
         # `abort` ends the process without flushing.
         sys.stderr.flush()
         transport.abort(1)
         raise
     return 0
+
+
+def _fail_for_memory(error: MemoryError) -> int:
+    return fail("bench", f"not enough memory ({error}): use shorter vectors")
 
 
 class _Block(nn.Module):

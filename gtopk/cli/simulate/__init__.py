@@ -29,6 +29,7 @@ from ..arguments import (
     Command,
     above_zero,
     fail,
+    from_zero,
     number_in,
     records_file,
     share,
@@ -78,7 +79,7 @@ def slowdown(text: str) -> Slowdown:
         factor = number_in("[1e-6, 1e6]")(found["factor"])
     except ValueError as error:
         raise ValueError(f"FACTOR {error}") from None
-    return Slowdown(int(found["rank"]), factor, duration(found["second"]))
+    return Slowdown(from_zero(found["rank"]), factor, duration(found["second"]))
 
 
 def death(text: str) -> Death:
@@ -86,7 +87,7 @@ def death(text: str) -> Death:
     rank, _, second = text.partition("@")
     if not rank.isdecimal() or not second:
         raise ValueError(f"must be RANK@TIME, such as 1@30s, got {text!r}")
-    return Death(int(rank), duration(second))
+    return Death(from_zero(rank), duration(second))
 
 
 def classes_sizes(text: str) -> dict[str, Thresholds]:
@@ -97,7 +98,9 @@ def classes_sizes(text: str) -> dict[str, Thresholds]:
         smallest, _, largest = pair.partition(":")
         if name not in ("slow", "fast") or not smallest.isdecimal() or not largest.isdecimal():
             raise ValueError(f"must be like slow=4:64,fast=32:256, got {text!r}")
-        found[name] = checked(Thresholds(int(smallest), int(largest)), f"the class {name!r}")
+        found[name] = checked(
+            Thresholds(from_zero(smallest), from_zero(largest)), f"the class {name!r}"
+        )
     return found
 
 
@@ -105,7 +108,7 @@ def rank_list(text: str) -> list[int]:
     """Parse ranks, such as "0,2"."""
     if not all(word.isdecimal() for word in text.split(",")):
         raise ValueError(f"must be ranks, such as 0,2, got {text!r}")
-    return [int(word) for word in text.split(",")]
+    return [from_zero(word) for word in text.split(",")]
 
 
 def known_modes(text: str) -> list[str]:
@@ -391,7 +394,7 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
         f"exchange of {count_text(setting.task.length)} values by {method} takes "
         f"{seconds_text(setting.reduce_seconds)}{dense}{overlap}. Batch {setting.global_batch}, "
         f"learning rate {setting.learning_rate:g}, momentum {setting.momentum:g}, "
-        f"{setting.epochs} epochs, {counted(seeds, 'seed')}. "
+        f"{counted(setting.epochs, 'epoch')}, {counted(seeds, 'seed')}. "
         f"Gradients, residuals and collectives are real."
     )
     by_mode = {mode: [r for r in records if r.mode == mode] for mode in modes}

@@ -264,7 +264,7 @@ def parse_hosts(text: str) -> list[Host]:
     """Return the hosts in "one:4,two:2"; a bare name has one slot."""
     hosts = []
     for word in text.split(","):
-        match = re.fullmatch(r"\s*([^\s:,]+)(?::([1-9]\d*))?\s*", word)
+        match = re.fullmatch(r"\s*([^\s:,]+)(?::([1-9]\d{0,8}))?\s*", word)
         if match is None:
             raise ValueError(f"hosts must look like 'one:4,two:2', got {text!r}")
         hosts.append(Host(match[1], int(match[2] or 1)))
@@ -278,7 +278,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
         words = line.partition("#")[0].strip()
         if not words:
             continue
-        match = re.fullmatch(r"([^\s:]+)(?:\s+slots\s*=\s*([1-9]\d*))?", words)
+        match = re.fullmatch(r"([^\s:]+)(?:\s+slots\s*=\s*([1-9]\d{0,8}))?", words)
         if match is None:
             raise ValueError(f"a line of {path} must look like 'name slots=4', got {line!r}")
         hosts.append(Host(match[1], int(match[2] or 1)))

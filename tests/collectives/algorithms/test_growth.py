@@ -39,9 +39,10 @@ def test_list_sizes_never_fall_and_end_at_growth_times_k(
 
 def test_list_sizes_are_at_most_the_vectors_length() -> None:
     assert kept_sizes(5, 4.0, 3, 8) == [5, 8, 8]
+    assert kept_sizes(5, 1e308, 3, 8) == [8, 8, 8]
 
 
-@pytest.mark.parametrize("factor", [0.99, 0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("factor", [0.99, 0.0, -1.0, math.inf, math.nan, 10**400])
 def test_growth_below_1_or_not_finite_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match="growth must be a number from 1 on, got"):
         check_growth(factor)

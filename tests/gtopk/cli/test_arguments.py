@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gtopk.cli.arguments import number_in, output_file, write_records
+from gtopk.cli.completion import parsers
 
 PARSERS = [
     *("gtopk.cli.plan", "gtopk.cli.simulate", "gtopk.cli.top"),
@@ -49,6 +50,25 @@ def test_numeric_options_of_a_command_reject_nonfinite_values(place: str) -> Non
             for text in ("nan", "inf", "-1", "1e999"):
                 assert not is_number(action.type, text + unit), (action.dest, text + unit)
     assert numbers
+
+
+MANY_DIGITS = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "{}:2@3s", "{}@3s", "0,{}", "slow=1:{}", "host:{}", "{}mbit", "{}s", "{}M"]
+)
+def test_option_refuses_more_digits_than_python_converts(text: str) -> None:
+    errors = []
+    for described in parsers().values():
+        for action in described._actions:
+            if callable(action.type) and action.type is not Path:
+                try:
+                    action.type(text.format(MANY_DIGITS))
+                except argparse.ArgumentTypeError as error:
+                    errors.append(f"{action.dest}: {error}")
+    assert errors
+    assert not [error for error in errors if "set_int_max_str_digits" in error]
 
 
 def test_full_disk_ends_a_command_with_the_file_and_the_reason() -> None:

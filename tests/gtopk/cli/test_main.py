@@ -138,7 +138,7 @@ def test_closed_stdout_prints_one_error_line(tmp_path, words):
 def test_closed_stderr_sends_no_message_to_stdout():
     code = (
         "from collectives.transports.transport import print_line; from gtopk.cli import main; "
-        "print_line('news'); main(['run', '-n=0', 'true']); main(['plan'])"
+        "print_line('news'); main(['run']); main(['plan'])"
     )
     command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", code]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

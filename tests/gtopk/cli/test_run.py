@@ -215,7 +215,6 @@ def test_core_settings_of_this_host_are_not_sent_to_other_hosts(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["-n", "0", "true"], "--ranks must be at least 1, got 0"),
         (["no_such_script.py"], "SCRIPT must be a file or a program, and 'no_such_script.py' is"),
         (["-n", "2"], "SCRIPT is missing: give a file or a program"),
         (["-n", "4", "--hosts", "localhost:2", "true"], "4 ranks need 4 slots"),
@@ -224,6 +223,19 @@ def test_core_settings_of_this_host_are_not_sent_to_other_hosts(
 def test_command_that_cannot_start_says_why(capsys, words: list[str], text: str) -> None:
     assert main(words) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        *((text, "must be a whole number, at least 1") for text in ("0", "-1", "", "1e3", "1,000")),
+        ("9" * 20, "must have at most 15 digits"),
+    ],
+)
+def test_number_of_ranks_that_is_none_is_refused(capsys, text: str, error: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([f"--ranks={text}", "true"])
+    assert f"argument -n/--ranks: {error}, got {text!r}" in capsys.readouterr().err
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -30,8 +30,8 @@ from ...arguments import (
 from ...charts import aligned
 from ..harness import add_words, bench_parser, on_ranks, one_of
 from .cases import DISTRIBUTIONS, Case, Record, Results
-from .contenders import BASELINES, KNOWN, formats_of, parse
-from .run import run
+from .contenders import BASELINES, KNOWN, formats_of, parse, try_options
+from .run import WARM_UP, run
 
 
 def panels(records: Sequence[Record]) -> dict[Case, list[Record]]:
@@ -69,11 +69,11 @@ def facts(results: Results) -> list[str]:
     machine, run = results["machine"], results["run"]
     link = run["link"]
     return [
-        f"{machine['started']}, {machine['processor']}, {machine['cores']} cores, load "
+        f"{machine['started']}, {machine['processor']}, {counted(machine['cores'], 'core')}, load "
         f"{machine['load_before']:g} before and {machine['load_after']:g} after, "
         f"kernels: {machine['kernels']}",
-        f"{run['ranks']} ranks on {counted(run['hosts'], 'host')}, {run['transport']} transport "
-        f"({run['library']}), gtopk {machine['gtopk']}, Python {machine['python']}, "
+        f"{counted(run['ranks'], 'rank')} on {counted(run['hosts'], 'host')}, {run['transport']} "
+        f"transport ({run['library']}), gtopk {machine['gtopk']}, Python {machine['python']}, "
         f"NumPy {machine['numpy']}",
         f"model: {bandwidth_text(link['bits_per_second'])} ({link['bandwidth_from']}), latency "
         f"{seconds_text(link['latency_seconds'])} ({link['latency_from']})",
@@ -185,7 +185,13 @@ def _accepted_by(read: Callable[[str], object], word: str) -> str:
 def main(arguments: Sequence[str] | None = None, call: str = CALL) -> int:
     """Run the benchmark on this rank and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser(call).parse_args(given)
+    grammar = parser(call)
+    options = grammar.parse_args(given)
+    for words in options.algorithms:
+        try:
+            try_options(words, min(WARM_UP.length, *options.lengths))
+        except (AttributeError, TypeError, ValueError) as error:
+            grammar.error(f"argument --algorithms: {words}: {error}")
     # The records contain the command, so that the measurement can be repeated.
     command = f"{call} {shlex.join(given)}"
 

@@ -20,6 +20,7 @@ import numpy as np
 from collectives.vector import Array, SparseVector, index_dtype
 
 from ....runtime.machine import Machine
+from ....units import counted
 from ..harness import PerRank, Spread
 
 
@@ -38,8 +39,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.ranks} ranks, n = {self.length:,}, density {self.density:g} (k = {self.k:,}), "
-            f"{self.distribution} picks"
+            f"{counted(self.ranks, 'rank')}, n = {self.length:,}, density {self.density:g} "
+            f"(k = {self.k:,}), {self.distribution} picks"
         )
 
 

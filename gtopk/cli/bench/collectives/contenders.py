@@ -18,12 +18,12 @@ from collectives.algorithms import Regions, shards
 from collectives.algorithms.options import check_names
 from collectives.cost_model import EXACT, Candidate, Format, Network, Rates, predict
 from collectives.cost_model.schedules import SCHEDULES
-from collectives.transports import Transport
-from collectives.vector import Array, SparseVector
+from collectives.transports import Transport, local_world
+from collectives.vector import Array, SparseVector, index_dtype
 from collectives.wire.format import INDEX_CODES, check
 
 from ....compression import Shards
-from .library import ModelledLibrary
+from .library import ModelledLibrary, open_library
 
 # gtopk's own algorithms: those of `reduce`, and shards, which takes no picks.
 KNOWN: Final = (*ALGORITHMS, Shards.algorithm)
@@ -168,6 +168,19 @@ def parse(words: str) -> tuple[str, dict[str, Any]]:
     else:
         check_names(name, ALGORITHMS[name], options)
     return name, options
+
+
+def try_options(words: str, length: int) -> None:
+    """Reduce one entry by an algorithm on one rank; raise what it raises for bad options.
+
+    length: of the shortest vector, which limits some options.
+    """
+    name, options = parse(words)
+    if name == Shards.algorithm:  # checked by `parse`
+        return
+    (alone,) = local_world(1)
+    picks = SparseVector(np.zeros(1, index_dtype(length)), np.ones(1, np.float32), length)
+    own(name, options, EXACT).prepare(Task(picks, 1, alone, open_library(alone, [0])))()
 
 
 def to_measure(algorithms: Sequence[str], formats: Sequence[str]) -> list[Format]:

@@ -37,7 +37,7 @@ from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 
 from ....runtime.machine import load, this_machine
-from ..harness import per_rank, show_progress, silent, spread
+from ..harness import UsageError, per_rank, show_progress, silent, spread
 from .cases import SCHEMA, Case, Record, Results, cases, picks
 from .contenders import (
     BASELINES,
@@ -162,7 +162,7 @@ def interface_bytes(interface: str | None) -> float:
 
 
 _GATHERS: Final = 32
-_WARM_UP = Case(ranks=0, length=4096, density=0.01, distribution="uniform")
+WARM_UP = Case(ranks=0, length=4096, density=0.01, distribution="uniform")
 
 
 def message_seconds(transport: Transport) -> float:
@@ -178,11 +178,11 @@ def message_seconds(transport: Transport) -> float:
 def run(options: argparse.Namespace, command: str, transport: Transport) -> Results:
     """Return the results, complete on rank 0; every rank must call it.
 
-    Raises ValueError if options.ranks exceeds the number of ranks that were started.
+    Raises UsageError if options.ranks exceeds the number of ranks that were started.
     """
     sizes = options.ranks or [transport.size]
     if max(sizes) > transport.size:
-        raise ValueError(
+        raise UsageError(
             f"--ranks must lie in 1..{transport.size} (the ranks that were started), "
             f"got {max(sizes)}"
         )
@@ -270,7 +270,7 @@ def contenders_of(options: argparse.Namespace, place: Place, first: bool) -> lis
 
 def _warm_up(case: Case) -> Case:
     """Return a small case with the same ranks, which opens the connections."""
-    return _WARM_UP._replace(ranks=case.ranks, length=min(case.length, _WARM_UP.length))
+    return WARM_UP._replace(ranks=case.ranks, length=min(case.length, WARM_UP.length))
 
 
 def modelled_network(

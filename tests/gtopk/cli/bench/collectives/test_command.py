@@ -10,7 +10,7 @@ import pytest
 
 from collectives import ALGORITHMS
 from gtopk.cli.bench.collectives import main, parser
-from gtopk.cli.bench.collectives.cases import Results
+from gtopk.cli.bench.collectives.cases import Case, Results
 from mpi_scripts.predictions import read
 from tests.matrix import some_of
 
@@ -98,6 +98,15 @@ def test_benchmark_runs_under_mpirun(
         ("--algorithms shards:growth=2", "--algorithms: shards take period and bits, got growth"),
         ("--algorithms shards:bits=5", "--algorithms: bits must be one of 2, 3, 4, 8, 16, 32"),
         ("--algorithms shards:period=x", "--algorithms: period must be an integer, got 'x'"),
+        ("--algorithms gtopk:growth=1e400", "growth must be a number from 1 on, got inf"),
+        ("--algorithms gtopk:growth=-1", "growth must be a number from 1 on, got -1"),
+        ("--algorithms gtopk:growth=much", "--algorithms: gtopk:growth=much: "),
+        ("--algorithms gtopk oktopk:k_out=5000", "k_out must lie in 1..4096"),
+        ("--algorithms oktopk:k_out=9 --lengths 100 8", "k_out must lie in 1..8"),
+        ("--algorithms hierarchical:across=mpi", "across must be one of gtopk, oktopk; got 'mpi'"),
+        ("--algorithms hierarchical:nodes=2", "--algorithms: hierarchical:nodes=2: "),
+        ("--algorithms shards:period=1e400", "period must be an integer, got inf"),
+        (f"--lengths {10**15}", "--lengths: must have at most 15 digits, got "),
         ("--algorithms dense,gtopk", "give several with spaces: dense gtopk"),
         ("--formats zip", "--formats: the code of values must be one of "),
         ("--formats exact,bf16", "give several with spaces: exact bf16"),
@@ -113,6 +122,21 @@ def test_invalid_arguments_exit_with_the_reason(capsys, words: str, message: str
     with pytest.raises(SystemExit, match="2"):
         main(words.split())
     assert message in capsys.readouterr().err
+
+
+def test_vector_that_does_not_fit_into_memory_ends_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--lengths 999999999999999 --algorithms dense --baselines --ranks 1 --rounds 1"
+    assert main(words.split()) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("gtopk bench: not enough memory (Unable to allocate ")
+    assert error.endswith("): use shorter vectors\n")
+
+
+def test_case_of_one_rank_is_shown_in_the_singular() -> None:
+    shown = str(Case(1, 1000, 0.01, "uniform"))
+    assert shown == "1 rank, n = 1,000, density 0.01 (k = 10), uniform picks"
 
 
 def test_reading_an_absent_file_raises() -> None:
