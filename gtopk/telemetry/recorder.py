@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -32,7 +32,7 @@ class Sink(Protocol):
     name: its name in messages.
     Lines are dicts of plain values, described in `gtopk.telemetry.lines`; `scalars_of` yields the
     names and numbers of a line. The recorder's thread calls `take` five times a second. A sink that
-    raises is dropped with a warning; training goes on.
+    raises is closed and dropped, with a warning; training goes on.
     """
 
     name: str
@@ -118,6 +118,10 @@ class Recorder:
                 for sink in list(self._sinks):
                     with self._drop_on_error(sink):
                         sink.take(lines)
+                        continue
+                    # It may hold a file or a port; the warning has said that it fails.
+                    with suppress(Exception):
+                        sink.close()
 
     def close(self) -> list[Sink]:
         """Write the last step and all pending lines, and stop.
