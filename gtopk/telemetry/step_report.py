@@ -98,6 +98,14 @@ class StepReport:
     model_elements: int = 0
     gradient_norm: float | None = None
 
+    def __repr__(self) -> str:
+        """Return the fields with three digits, to be read; the record keeps all digits."""
+        shown = (
+            f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value!r}"
+            for name, value in vars(self).items()
+        )
+        return f"StepReport({', '.join(shown)})"
+
 
 PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")
 

@@ -24,6 +24,14 @@ def test_parts_are_nonnegative_and_add_up_to_the_step(seconds: dict[str, float])
     assert sum(found.values()) == pytest.approx(total_seconds, abs=1e-9)
 
 
+def test_printed_report_shows_three_digits_of_each_number() -> None:
+    shown = f"{report(7, compute_seconds=1 / 3, samples=None, gradient_norm=200 / 3)}"
+    assert shown.startswith("StepReport(step=7, algorithm='gtopk', compute_seconds=0.333, ")
+    assert "sent_bytes=1200, " in shown
+    assert "samples=None, " in shown
+    assert shown.endswith("gradient_norm=66.7)")
+
+
 def test_parts_without_overlap_equal_the_measured_times() -> None:
     assert parts(report()) == pytest.approx(
         {
