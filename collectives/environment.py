@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Final
+
+_MOST_DIGITS: Final = 15
 
 
 def kernels() -> str:
@@ -43,9 +46,14 @@ def whole_number(
     text = os.environ.get(variable, "")
     if not text and default is not None:
         return default
-    # `int` alone would also take "+4", " 4" and "1_000".
+    unit_text = f" of {unit}" if unit else ""
+    # `int` alone would also take "+4", " 4" and "1_000", and refuse thousands of digits.
+    if text.isdecimal() and len(text) > _MOST_DIGITS:
+        raise ValueError(
+            f"{variable} must be a whole number{unit_text}, of at most {_MOST_DIGITS} digits, got "
+            f"{text!r}"
+        )
     if not text.isdecimal() or int(text) < least:
-        unit_text = f" of {unit}" if unit else ""
         raise ValueError(
             f"{variable} must be a whole number{unit_text}, at least {least}, got {text!r}"
         )

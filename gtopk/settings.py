@@ -25,6 +25,12 @@ T = TypeVar("T")
 # The system's and gloo's waits take no more: their clocks count nanoseconds in 64 bits.
 _LONGEST: Final = 1e9  # seconds, or milliseconds
 _LARGEST: Final = 1e15  # bytes, or names; in a message they have 64 bits
+_MOST_DIGITS: Final = 15
+
+_SWITCHES: Final = {
+    **dict.fromkeys(("1", "on", "true", "yes"), True),
+    **dict.fromkeys(("0", "off", "false", "no"), False),
+}
 
 
 @dataclass(frozen=True)
@@ -109,15 +115,9 @@ class Section:
     def whole(self, name: str, about: str, default: int, unit: str) -> Setting[int]:
         """Return a setting whose value is a whole number of `unit`, at least 1."""
 
-        def parse(text: str) -> int:
-            # int() would also take "1_0", "+1" and spaces.
-            if not text.isdecimal() or int(text) < 1:
-                raise ValueError(f"a whole number of {unit}, at least 1")
-            return int(text)
+        return self.add(Setting(name, about, _parse_whole(unit), default, str(default)))
 
-        return self.add(Setting(name, about, parse, default, str(default)))
-
-    def zero_or_one(self, name: str, about: str) -> Setting[bool]:
+    def zero_or_one(self, name: str, about: str, shown: str = "0") -> Setting[bool]:
         """Return a setting whose text must be 0 or 1; unset: 0."""
 
         def parse(text: str) -> bool:
@@ -125,15 +125,31 @@ class Section:
                 raise ValueError("0 or 1")
             return text == "1"
 
-        return self.add(Setting(name, about, parse, False, "0"))
+        return self.add(Setting(name, about, parse, False, shown))
 
     def switch(self, name: str, about: str, default: bool, shown: str) -> Setting[bool]:
-        """Return a setting that is off for "off", "0", "false" and "no", and on for any other."""
+        """Return a setting that is on or off; its text may be 1 or 0, and other usual words."""
 
         def parse(text: str) -> bool:
-            return text.lower() not in ("off", "0", "false", "no")
+            if (word := text.lower()) not in _SWITCHES:
+                raise ValueError(f"one of {', '.join(_SWITCHES)}")
+            return _SWITCHES[word]
 
         return self.add(Setting(name, about, parse, default, shown))
+
+
+def _parse_whole(unit: str) -> Callable[[str], int]:
+    """Return a function that converts the text of a whole number of `unit`, at least 1."""
+
+    def parse(text: str) -> int:
+        # int() would also take "1_0", "+1" and spaces, and refuse thousands of digits.
+        if text.isdecimal() and len(text) > _MOST_DIGITS:
+            raise ValueError(f"a whole number of {unit}, of at most {_MOST_DIGITS} digits")
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"a whole number of {unit}, at least 1")
+        return int(text)
+
+    return parse
 
 
 class EmulatedLink(NamedTuple):
@@ -156,6 +172,25 @@ def parse_link(text: str) -> EmulatedLink:
             "a rate above 0 and, after a comma, an optional latency, such as 100mbit, 1gbit or "
             "100mbit,0.4ms"
         ) from None
+
+
+class Address(NamedTuple):
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+
+_LOOPBACK: Final = "127.0.0.1"
+
+
+def parse_address(text: str) -> Address:
+    """Parse "9400" (this host only) or "HOST:9400"; raise ValueError for any other text."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or len(port) > _MOST_DIGITS or int(port) > 65535:
+        raise ValueError("PORT or HOST:PORT, such as 9400")
+    # IPv6 addresses are in brackets, as in URLs.
+    return Address(host.strip("[]") or _LOOPBACK, int(port))
 
 
 JOINING: Final = Section("Joining ranks, and communication")
@@ -185,16 +220,11 @@ INTERFACE: Final = JOINING.text(
     "the network interface that heartbeats use",
     "[chosen](../reliability.md#how-a-fault-is-noticed)",
 )
-ALLOW_PICKLE: Final[Setting[bool]] = JOINING.add(
-    Setting(
-        "GTOPK_ALLOW_PICKLE",
-        "`1` on both sides: objects that are not plain data are sent as pickles. Whoever can send "
-        "to a rank can then execute code there",
-        # Any other text means no: an error would come in the middle of an exchange.
-        lambda text: text == "1",
-        False,
-        "0; `1` under `python -m gtopk.as_horovod`",
-    )
+ALLOW_PICKLE: Final = JOINING.zero_or_one(
+    "GTOPK_ALLOW_PICKLE",
+    "`1` on both sides: objects that are not plain data are sent as pickles. Whoever can send "
+    "to a rank can then execute code there",
+    "0; `1` under `python -m gtopk.as_horovod`",
 )
 CHECK_MESSAGES: Final = JOINING.zero_or_one(
     "GTOPK_CHECK_MESSAGES",
@@ -218,10 +248,14 @@ COMPUTING: Final = Section("Computation")
 KERNELS: Final = COMPUTING.text(  # `collectives.environment` reads this one and the next two
     "GTOPK_KERNELS", "`reference`: NumPy", "the C++ core where built"
 )
-THREADS: Final = COMPUTING.text(
-    "GTOPK_THREADS",
-    "threads that select and merge",
-    "this rank's share of its cores (by affinity, container and SLURM), at most 8",
+THREADS: Final = COMPUTING.add(
+    Setting(
+        "GTOPK_THREADS",
+        "threads that select and merge",
+        _parse_whole("threads"),
+        0,
+        "this rank's share of its cores (by affinity, container and SLURM), at most 8",
+    )
 )
 CHECK_GRADIENTS: Final = COMPUTING.zero_or_one(
     "GTOPK_CHECK_GRADIENTS",
@@ -272,10 +306,15 @@ MLFLOW: Final = RECORDS.text(
     "an MLflow experiment for rank 0's scalars; needs mlflow. If a run is already active, they go "
     "to that run",
 )
-PROMETHEUS: Final = RECORDS.text(  # checked where it is used: `telemetry.sinks.parse_address`
-    "GTOPK_PROMETHEUS",
-    "`PORT` or `HOST:PORT`: each rank serves its metrics at that port plus its local rank; without "
-    "HOST on the loopback interface only",
+PROMETHEUS: Final[Setting[Address | None]] = RECORDS.add(
+    Setting(
+        "GTOPK_PROMETHEUS",
+        "`PORT` or `HOST:PORT`: each rank serves its metrics at that port plus its local rank; "
+        "without HOST on the loopback interface only",
+        parse_address,
+        None,
+        "unset",
+    )
 )
 TIMELINE: Final = RECORDS.text(
     "GTOPK_TIMELINE",
@@ -395,3 +434,10 @@ SECTIONS: Final[dict[str, tuple[Setting[Any], ...]]] = {
     section.title: tuple(section.settings)
     for section in (JOINING, COMPUTING, RECORDS, FAULTS, HOROVOD, CHILDREN)
 }
+
+
+def check_all() -> None:
+    """Raise a ValueError that names the first variable with an invalid text, if there is one."""
+    for settings in SECTIONS.values():
+        for setting in settings:
+            setting.read()

@@ -15,7 +15,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,12 +34,21 @@ from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.machine import processor
 from ..runtime.world import world
 from ..runtime.world.membership import World, WorldObserver, register
-from ..settings import MLFLOW, PROMETHEUS, RUN, RUN_EVERY, TENSORBOARD, WANDB
+from ..settings import (
+    MLFLOW,
+    PROMETHEUS,
+    RUN,
+    RUN_EVERY,
+    TENSORBOARD,
+    WANDB,
+    Address,
+    parse_address,
+)
 from . import timeline
 from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
 from .reading import has_ended
 from .recorder import Recorder, Sink, note_residual
-from .sinks import Address, Endpoint, MLflow, Scalars, Wandb, parse_address
+from .sinks import Endpoint, MLflow, Scalars, Wandb
 from .step_report import Balance, StepReport
 
 _log = logging.getLogger("gtopk")
@@ -75,7 +84,7 @@ def settings_from() -> Settings:
         RUN.read(),
         RUN_EVERY.read(),
         TENSORBOARD.read(),
-        parse_address(PROMETHEUS.read(), PROMETHEUS.name),
+        PROMETHEUS.read(),
         WANDB.read(),
         MLFLOW.read(),
     )
@@ -243,9 +252,9 @@ class _WorldRecords(WorldObserver):
 def _close(sink: Sink, lines: Sequence[Line] = ()) -> None:
     """Write these lines to a sink and close it, outside a recorder; warn of errors."""
     try:
-        if lines:
-            sink.take(lines)
-        sink.close()
+        with closing(sink):
+            if lines:
+                sink.take(lines)
     except Exception as error:  # a tracker may raise anything
         _log.warning("%s could not be closed (%s); training continues", sink.name, error)
 
@@ -368,7 +377,10 @@ def record(
     """
     if every < 1:
         raise ValueError(f"every must be at least 1 step, got {every}")
-    address = parse_address(prometheus, "prometheus")
+    try:
+        address = parse_address(prometheus) if prometheus else None
+    except ValueError as error:
+        raise ValueError(f"prometheus must be {error}, got {prometheus!r}") from None
     settings = Settings(folder, every, tensorboard, address, wandb, mlflow)
     here = world.current()
     # All ranks compare clocks again: they may have drifted since `init`, or were never compared.

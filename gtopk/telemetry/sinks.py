@@ -20,8 +20,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from ..settings import Address
 from .lines import Line, left_in_order, report_of
 from .step_report import StepReport, batch, density, parts
 
@@ -31,28 +32,6 @@ _CONNECTION_SECONDS: Final = 5.0
 _REQUEST_BYTES: Final = 8192
 _PATHS: Final = "/", "/metrics"
 _TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_LOOPBACK: Final = "127.0.0.1"
-
-
-class Address(NamedTuple):
-    """An address to listen on."""
-
-    host: str
-    port: int
-
-
-def parse_address(text: str, source: str) -> Address | None:
-    """Parse "9400" (this host only) or "HOST:9400"; return None for "".
-
-    source: the variable or argument with the text, named in the ValueError for invalid text.
-    """
-    if not text:
-        return None
-    host, _, port = text.rpartition(":")
-    if not port.isdecimal() or not 0 <= int(port) < 65536:
-        raise ValueError(f"{source} must be PORT or HOST:PORT, such as 9400, got {text!r}")
-    # IPv6 addresses are in brackets, as in URLs.
-    return Address(host.strip("[]") or _LOOPBACK, int(port))
 
 
 class Endpoint:

@@ -10,6 +10,8 @@ import pytest
 
 from collectives import environment
 from gtopk import settings
+from gtopk.runtime.liveness import heartbeat
+from gtopk.runtime.world import world
 from gtopk.settings import SECTIONS, Setting
 from tests.started import under
 
@@ -75,6 +77,7 @@ def test_number_is_parsed(text: str) -> None:
             (settings.ELASTIC_KEEP, text, "a whole number of commits, at least 1")
             for text in ("0", "-3", "2.0", "2e0", "²", "soon")
         ),
+        (settings.ELASTIC_KEEP, "1" * 16, "a whole number of commits, of at most 15 digits"),
         # Beyond, the system's waits and the messages' integers overflow.
         (settings.START_TIMEOUT, "1e10", "a number of seconds, at most 1e+09"),
         (settings.CYCLE_TIME, "1e10", "a number of milliseconds, at most 1e+09"),
@@ -85,6 +88,9 @@ def test_number_is_parsed(text: str) -> None:
             for text in ("fast", "100", "0mbit", "1.2.3mbit", "100mbit,4", "100mbit,", "mbit")
         ),
         (settings.LOG, "loud", "one of debug, info, warning, error, off"),
+        (settings.ADVICE, "flase", "one of 1, on, true, yes, 0, off, false, no"),
+        (settings.ALLOW_PICKLE, "yes", "0 or 1"),
+        (settings.THREADS, "0", "a whole number of threads, at least 1"),
     ],
 )
 def test_invalid_value_raises(setting: Setting[object], text: str, must_be: str) -> None:
@@ -107,12 +113,29 @@ def test_switch_is_off_for_each_of_its_words(text: str) -> None:
     )
 
 
-def test_pickles_are_allowed_only_by_1() -> None:
-    allowed = {
-        text: under({"GTOPK_ALLOW_PICKLE": text}, settings.ALLOW_PICKLE.read)
-        for text in ("1", "yes")
-    }
-    assert allowed == {"1": True, "yes": False}
+# Paths and names, of which any text may be right; and what gtopk tells its own processes.
+ANY_TEXT = {
+    *("GTOPK_CALIBRATION", "GTOPK_SIMGRID_PYTHON", "GTOPK_WANDB", "GTOPK_MLFLOW"),
+    *("GTOPK_RUN", "GTOPK_FAILURE_DIR", "GTOPK_TENSORBOARD", "GTOPK_TIMELINE"),
+    *("GTOPK_ELASTIC_DIR", "HOROVOD_TIMELINE"),
+    *(setting.name for setting in SECTIONS[settings.CHILDREN.title]),
+}
+# Checked where their allowed texts are known.
+CHECKED_ELSEWHERE = {
+    "GTOPK_KERNELS": environment.kernels,
+    "GTOPK_INTERFACE": lambda: heartbeat.own_address(one_host=True),
+}
+
+
+@pytest.mark.parametrize("text", ["no sense", "1,5", "9" * 5000])
+@pytest.mark.parametrize("name", sorted({setting.name for setting in ALL} - ANY_TEXT))
+def test_nonsense_raises_one_error_with_variable_rule_and_value(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=f"^{name} must (be|name) .*, got '{text}'"):
+        CHECKED_ELSEWHERE.get(name, world.init)()
+    assert not world.is_initialized()
 
 
 def test_take_removes_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,14 +145,10 @@ def ports(choice: Choice, own: Sequence[tuple[str, str]]) -> list[Port]:
     if address := _rendezvous_address(own):
         variables = [f"MASTER_ADDR={private[1]}"] if private else []
         found.append(Port("the rendezvous (TCP)", address, "MASTER_ADDR", variables))
-    if settings.PROMETHEUS.read():
-        # Imported here because it needs NumPy; the other probes must also work without it.
-        from ...telemetry.run_record import settings_from
-
-        prometheus = settings_from().prometheus
-        if prometheus is not None and (address := _resolved(prometheus.host)):
-            without_host = [f"GTOPK_PROMETHEUS={prometheus.port}"]
-            found.append(Port("metrics (TCP)", address, settings.PROMETHEUS.name, without_host))
+    prometheus = settings.PROMETHEUS.read()
+    if prometheus is not None and (address := _resolved(prometheus.host)):
+        without_host = [f"GTOPK_PROMETHEUS={prometheus.port}"]
+        found.append(Port("metrics (TCP)", address, settings.PROMETHEUS.name, without_host))
     return found
 
 

@@ -12,10 +12,10 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk.runtime.world import world
+from gtopk.settings import Address
 from gtopk.telemetry import run_record
 from gtopk.telemetry.reading import Run, read_run
 from gtopk.telemetry.run_record import recorder_of, settings_of
-from gtopk.telemetry.sinks import Address
 
 
 class Training:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gtopk.settings import Address
 from gtopk.telemetry import sinks
-from gtopk.telemetry.sinks import Address, Endpoint
+from gtopk.telemetry.sinks import Endpoint
 
 STRANGERS = {
     "nothing": b"",

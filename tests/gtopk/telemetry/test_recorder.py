@@ -20,12 +20,13 @@ from collectives.vector import SparseVector
 from gtopk.cli.report import events
 from gtopk.exchange.residual import Residual, ResidualSize
 from gtopk.runtime.world import world
+from gtopk.settings import Address, parse_address
 from gtopk.telemetry import run_record
 from gtopk.telemetry.lines import as_text, path_of, report_of, step_line
 from gtopk.telemetry.reading import read_run
 from gtopk.telemetry.recorder import Recorder, is_sampling_due, sample_residual
 from gtopk.telemetry.run_record import LineFile, Settings, recorder_of, settings_from
-from gtopk.telemetry.sinks import Address, Endpoint, Metrics, parse_address
+from gtopk.telemetry.sinks import Endpoint, Metrics
 from gtopk.telemetry.step_report import batch
 from tests.gtopk.made_runs import begin, report
 from tests.started import under
@@ -245,7 +246,7 @@ def test_failing_sink_stops_neither_other_sinks_nor_the_run(
     recorder.end("it is enough")
     recorder.end("only the first reason counts")
     recorder.close()
-    assert failing.called == ["take"]
+    assert failing.called == ["take", "close"]
     assert caplog.messages == [
         f"the failing one stopped ({type(error).__name__}: {error}); training continues"
     ]
@@ -325,8 +326,8 @@ def test_invalid_record_arguments_raise_with_the_name_of_the_argument(
 
 
 def test_endpoint_listens_on_loopback_by_default() -> None:
-    assert parse_address("9400", "prometheus") == Address("127.0.0.1", 9400)
-    assert parse_address("0.0.0.0:9400", "prometheus") == Address("0.0.0.0", 9400)
+    assert parse_address("9400") == Address("127.0.0.1", 9400)
+    assert parse_address("0.0.0.0:9400") == Address("0.0.0.0", 9400)
 
 
 def test_endpoint_serves_metrics_of_the_last_step() -> None:
