@@ -96,8 +96,8 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
         the list must include launched rank 0, which serves the rendezvous.
     Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
     until `shutdown`. Raises ImportError if a package is missing, RuntimeError if the launcher's
-    variables are not sufficient, a rank does not come or the transport leaves each rank alone,
-    ValueError for an invalid comm.
+    variables are not sufficient, a rank does not come, the transport leaves each rank alone or the
+    program is exiting, ValueError for an invalid comm or setting.
     """
     if _process is None:
         _init(comm)
@@ -105,6 +105,12 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
 
 def _init(comm: MPI.Intracomm | Sequence[int] | None, previous: World | None = None) -> None:
     global _communicator
+    # Only in exit handlers. Python may end the engine's thread at any time there, inside C++ code.
+    if not threading.current_thread().is_alive():
+        raise RuntimeError(
+            "gtopk cannot start while the program exits: hvd.init() was called by an exit handler "
+            "(atexit); call it before the program ends"
+        )
     finish_leaving()
     require_sound_ranks()
     job = launched_by()
@@ -158,6 +164,7 @@ def init_on(transport: Transport, previous: World | None = None) -> None:
     except BaseException as init_error:
         # The others have met this rank, and would wait for it until the timeout.
         transport.leave("its init() failed", FAILED_SECONDS)
+        logs.remove_handler()
         if heartbeat is not None:
             heartbeat.close()
         if failures and isinstance(init_error, Exception):

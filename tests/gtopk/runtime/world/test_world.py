@@ -102,6 +102,15 @@ def test_invalid_timeout_is_refused(monkeypatch, text):
         world.init()
 
 
+def test_init_by_an_exit_handler_is_refused():
+    code = "import atexit; from gtopk.runtime.world import world; atexit.register(world.init)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stderr.endswith(
+        "RuntimeError: gtopk cannot start while the program exits: hvd.init() was called by an "
+        "exit handler (atexit); call it before the program ends\n"
+    )
+
+
 def test_ranks_of_one_host_have_one_cross_rank(threads):
     def program(transport: LocalTransport) -> tuple[int, ...]:
         with world.entered(transport) as here:
