@@ -73,8 +73,9 @@ def settings_from() -> Settings:
 
 
 _MAX_NAMES = 3
-# All ranks begin a checkpoint after the same step: if only some do, the script is likely wrong.
-_CHECKPOINT_WARNING_SECONDS: Final = 5.0
+# All ranks begin a checkpoint after the same step, and a rank that has joined begins nothing: the
+# script is likely wrong.
+_EARLY_WARNING_SECONDS: Final = 5.0
 
 
 class Stalls:
@@ -108,16 +109,20 @@ class Stalls:
     def warn(self, announced: Iterable[Operation], table: ReadinessTable) -> None:
         """Print waiting operations and the ranks they wait for, once a warning interval.
 
-        Warns about a checkpoint early, once, with advice.
+        Warns early, once, about a checkpoint, with advice, and about ranks that have joined.
         """
         now = time.perf_counter()
         # One line for all operations that wait for the same ranks.
         stalled: dict[tuple[int, ...], list[Operation]] = {}
+        joined = {*self.joined()}
         for operation in announced:
             since = max(self._warned.get(operation.name, 0.0), operation.announced)
             seconds = self._warning_seconds
-            if advice_on([operation.name]) and since == operation.announced and seconds < math.inf:
-                seconds = min(seconds, _CHECKPOINT_WARNING_SECONDS)
+            is_wrong = advice_on([operation.name]) or (
+                joined and not joined.isdisjoint(table.missing(operation.name))
+            )
+            if is_wrong and since == operation.announced and seconds < math.inf:
+                seconds = min(seconds, _EARLY_WARNING_SECONDS)
             if now - since > seconds:
                 self._warned[operation.name] = now
                 stalled.setdefault(tuple(table.missing(operation.name)), []).append(operation)

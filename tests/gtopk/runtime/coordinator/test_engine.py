@@ -338,7 +338,7 @@ def test_stall_warning_names_missing_rank_and_stall_shutdown_ends_wait(threads, 
 
 
 def test_rank_missing_from_checkpoint_is_reported_early_and_once(threads, capfd, monkeypatch):
-    monkeypatch.setattr(execution, "_CHECKPOINT_WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(execution, "_EARLY_WARNING_SECONDS", 0.1)
     outputs: list[str] = []
     name = "allgather.checkpoint.problem.content"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.runtime.coordinator import execution
 from gtopk.runtime.world import world
 from gtopk.runtime.world.membership import Members
 
@@ -48,8 +50,9 @@ def test_process_set_works_after_a_rank_outside_it_has_left(threads) -> None:
     assert threads(3, program) == [2.0, 2.0, 0.0]
 
 
-def test_process_set_operation_raises_when_a_member_has_joined() -> None:
-    """As in Horovod, join concerns all ranks."""
+def test_process_set_operation_raises_when_a_member_has_joined(capfd, monkeypatch) -> None:
+    """As in Horovod, join concerns all ranks; a warning comes long before the error."""
+    monkeypatch.setattr(execution, "_EARLY_WARNING_SECONDS", 0.1)
 
     def program(transport: LocalTransport) -> str:
         with world.entered(transport):
@@ -63,6 +66,8 @@ def test_process_set_operation_raises_when_a_member_has_joined() -> None:
     assert all(
         "; rank 0 called join(), which covers operations of all ranks" in text for text in errors
     )
+    warning = r"rank 1 has waited 0\.\d+ s for rank 0 in allreduce.*; rank 0 called join\(\), which"
+    assert re.search(warning, capfd.readouterr().err)
 
 
 def test_optimizer_of_a_removed_process_set_raises(threads) -> None:
