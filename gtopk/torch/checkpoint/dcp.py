@@ -55,6 +55,7 @@ from torch.futures import Future
 from ...errors import CheckpointError, DamagedError
 from ...exchange.residual_state import norm_of
 from ...optim.wrapped.checkpoint import KEY
+from ...units import counted
 from .files import (
     ALL,
     Content,
@@ -125,26 +126,35 @@ class Reader(StorageReader):
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if 0 < saved < ranks:
             _log.warning(
-                "%s has the residuals of %d ranks, and %d load it: if dcp.load misses keys of a "
+                "%s has the residuals of %s, and %d load it: if dcp.load misses keys of a "
                 "residual ('held'), load with gtopk.load_latest, or skip these keys with "
                 "planner=DefaultLoadPlanner(allow_partial_load=True)",
                 self.path,
-                saved,
+                counted(saved, "rank"),
                 ranks,
             )
 
     def _newest(self) -> tuple[Part, dict[str, Any]]:
-        parts, problems = list_parts(self._folder), []
+        parts, problems = self._list(), []
         for part in complete_checkpoints(parts):
             try:
                 return part, self._read(part)
             except (OSError, DamagedError) as error:
                 problems.append(str(error))
-        if {*list_parts(self._folder)} != {*parts}:
+        if {*self._list()} != {*parts}:
             return self._newest()  # a running job has finished newer ones and removed these
         raise CheckpointError(
             f"no checkpoint in {self._folder} is whole: {'; '.join(problems) or 'found none'}"
         )
+
+    def _list(self) -> list[Part]:
+        try:
+            return list_parts(self._folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint in {self._folder} can be listed: {error}; pass the folder that "
+                "they were saved in"
+            ) from None
 
     def _read(self, part: Part) -> dict[str, Any]:
         """Return a dict from DCP's names to the values of a part."""

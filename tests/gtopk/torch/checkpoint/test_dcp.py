@@ -270,6 +270,14 @@ def test_dcps_own_reader_reads_a_checkpoint_of_gtopk(ranks, tmp_path):
     assert torch.equal(state["model"]["weight"], model.weight)
 
 
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_dcp_reader_names_a_folder_that_cannot_be_listed(tmp_path, name):
+    (tmp_path / "file").touch()
+    match = f"no checkpoint in {tmp_path / name} can be listed: .*; pass the folder that"
+    with pytest.raises(CheckpointException, match=match):
+        dcp.load({}, storage_reader=Reader(tmp_path / name))
+
+
 def test_dcp_reader_skips_damaged_checkpoints(ranks, tmp_path):
     with pytest.raises(CheckpointException, match="is whole: found none"):
         dcp.load({}, storage_reader=Reader(tmp_path))
