@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
 from gtopk.cli.arguments import as_argument, output_file
+from gtopk.units import counted
 from models.data.batches import as_batch
 from models.fully_connected import fully_connected
 from mpi_scripts.tables import TABLES, File, Table, open_table
@@ -284,7 +285,7 @@ def main() -> int:
     found += [f"afterwards {flaw}" for flaw in flaws(expected, again)]
     cores = os.cpu_count() or 1
     if hvd.size() > cores:
-        found.append(f"{hvd.size()} workers share {cores} cores")
+        found.append(f"{hvd.size()} workers share {counted(cores, 'core')}")
     if hvd.rank() == 0:
         print(f"data: {worker.table.origin}; hidden layers {arguments.hidden}")
         print("\n".join(lines(arguments, calibrated, runs, found)), flush=True)

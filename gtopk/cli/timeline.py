@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..telemetry.timeline import RANK
-from ..units import seconds_text
+from ..units import counted, seconds_text
 from .arguments import Command, fail, output_file
 
 _PATTERN: Final = "timeline-*.json"
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     within = f", clocks equal to within {seconds_text(uncertain)}" if uncertain else ""
     of = f" of {traces[0].ranks}" if len(traces) < traces[0].ranks else ""
     ranks = f"{len(traces)}{of} rank{'s' * (bool(of) or len(traces) > 1)}"
-    print(f"{out}: {ranks}, {len(records)} records{within}")
+    print(f"{out}: {ranks}, {counted(len(records), 'record')}{within}")
     return 0
 
 

@@ -45,6 +45,7 @@ from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set, require_process_set
 from ..telemetry.step_report import StepReport
+from ..units import counted
 from .fragments import Fragment, Fragments, check_rounds
 from .outer_exchange import LostReplicas, options_of, state_of
 
@@ -395,11 +396,11 @@ class _LocalSGD(Wrapping):
                 self._fragments.load(own)
             elif self._fragments.restore_centers(own):
                 _log.warning(
-                    "rank %d: the state was saved by %d ranks in the middle of a round, and now "
+                    "rank %d: the state was saved by %s in the middle of a round, and now "
                     "there are %d%s: all ranks go back to the start of the round and lose its "
                     "steps; save after outer_step() to lose nothing",
                     self._world.rank,
-                    own["ranks"],
+                    counted(own["ranks"], "rank"),
                     len(self._fragments.ranks),
                     "" if self._fragments.matches(own) else ", with other fragments",
                 )

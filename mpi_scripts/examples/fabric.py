@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         scores = model(x)
     accuracy = 100 * float((scores.argmax(1) == y).double().mean())
     if fabric.is_global_zero:
-        print(f"accuracy {accuracy:.1f} % after {options.epochs} epochs", flush=True)
+        print(f"accuracy {accuracy:.1f} % after epoch {options.epochs}", flush=True)
     return float(F.cross_entropy(scores, y))
 
 

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         trainer.train()
         loss: float = trainer.evaluate()["eval_loss"]
     if trainer.is_world_process_zero():
-        print(f"loss {loss:.2f} after {options.steps} steps", flush=True)
+        print(f"loss {loss:.2f} after step {options.steps}", flush=True)
     return loss
 
 

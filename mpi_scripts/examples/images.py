@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     accuracy = 100 * float((scores.argmax(1) == y).double().mean())
     if dist.get_rank() == 0:
         sent = "dense" if options.dense else f"{state.last_step.sent_bytes:,} bytes a step"
-        print(f"accuracy {accuracy:.1f} % after {options.epochs} epochs, {sent}", flush=True)
+        print(f"accuracy {accuracy:.1f} % after epoch {options.epochs}, {sent}", flush=True)
     return float(F.cross_entropy(scores, y))
 
 

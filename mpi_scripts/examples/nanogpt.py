@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     mean = float(hvd.allreduce(last, name="loss"))
     if hvd.rank() == 0:
         sent = optimizer.last_step.sent_bytes
-        print(f"loss {mean:.2f} after {options.steps} steps, {sent:,} bytes a step", flush=True)
+        print(f"loss {mean:.2f} after step {options.steps}, {sent:,} bytes a step", flush=True)
     return mean
 
 

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     trainer.fit(model, DataLoader(data.train, 128 // ranks, shuffle=True))
     (measured,) = trainer.test(model, DataLoader(data.test, 128), verbose=False)
     if trainer.is_global_zero:
-        print(f"accuracy {measured['accuracy']:.1f} % after {options.epochs} epochs", flush=True)
+        print(f"accuracy {measured['accuracy']:.1f} % after epoch {options.epochs}", flush=True)
     return measured["test loss"]
 
 

@@ -19,7 +19,7 @@ from collectives.cores import usable_cores
 
 from ...compression import Compression, SparseCompression
 from ...runtime.launch import LaunchError, explain, rank_environment, run
-from ...units import bytes_text, count_text
+from ...units import bytes_text, count_text, counted
 from ..arguments import Command, fail, share, whole_number, write_records
 from ..bench.harness import show_progress
 from ..charts import aligned, wrapped
@@ -198,8 +198,8 @@ def _argument_error(plan: Plan, out: Path) -> str:
         )
     if plan.epochs * plan.steps_per_epoch() < 2:
         return (
-            f"--epochs must be at least 2 with {plan.ranks} ranks, got {plan.epochs}: a run needs "
-            "two steps to time one"
+            f"--epochs must be at least 2 with {counted(plan.ranks, 'rank')}, got {plan.epochs}: a "
+            "run needs two steps to time one"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def announce(plan: Plan) -> None:
     """Print the plan and its settings."""
     _say(
         f"MPI ranks: {plan.ranks}, cores: {usable_cores()}. They train an MLP on scikit-learn's "
-        f"handwritten digits: 4 methods, {plan.epochs} epochs each, seeds: {plan.seeds}."
+        f"handwritten digits: 4 methods, {counted(plan.epochs, 'epoch')} each, seeds: {plan.seeds}."
     )
     if plan.over_link():
         _say(f"Then dense and gTop-k once more, over an emulated link: {plan.link}.")

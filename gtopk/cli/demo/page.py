@@ -181,7 +181,8 @@ def race_figure(records: Sequence[Record]) -> str:
     return figure(
         "Training loss over seconds",
         f'{charts.lines_legend(losses(linked, labels))}<div class="pair">{panels}</div>',
-        f"Lower and further left is better. Both lines go through {linked[0]['epochs']} epochs; "
+        "Lower and further left is better. Both lines go through "
+        f"{counted(linked[0]['epochs'], 'epoch')}; "
         "the two axes of seconds differ, each ends with the slower line. Time spent to measure the "
         "loss is left out. On the left there is no network between the ranks. On the right every "
         "message waits as long as its bytes would take on such a link of each rank, in each "

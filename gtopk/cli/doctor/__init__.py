@@ -40,6 +40,7 @@ from ...runtime.launch import (
 )
 from ...runtime.runner.ranks import default_launcher
 from ...runtime.standard_streams import coloured, wants_colour
+from ...units import counted
 from ..arguments import Command, write_records
 from .basics import INSTALL_MPI, Finding, State, check_launcher, gist, installed
 from .isolation import PROBES, exit_description, function_command, run_probes
@@ -94,7 +95,7 @@ def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
             detail = f"{_RANKS_ALONE} ranks did not connect in {seconds:g} s"
             return Finding(NAME, State.FAIL, detail, _output_advice(_RANKS_ALONE, launcher))
         except LaunchError as error:
-            return Finding(NAME, State.FAIL, f"{error}", INSTALL_MPI)
+            return Finding(NAME, State.FAIL, f"{error}")
         except ImportError as error:
             # Counting cores needs NumPy, which is missing.
             return Finding(NAME, State.FAIL, f"{error}", PROBES["numpy"].repair)
@@ -193,7 +194,7 @@ def judge(sums: dict[str, Any], launched: int, launcher: str = "mpirun") -> Find
         advice = f"start them with {by_torchrun if launcher == 'torchrun' else by_mpirun}"
         return Finding(NAME, State.FAIL, detail, advice)
     hosts = Counter(sums["hosts"])
-    detail = f"{size} ranks on {', '.join(hosts)}"
+    detail = f"{counted(size, 'rank')} on {', '.join(hosts)}"
     if not sums["right"]:
         detail += " compute wrong sums"
         return Finding(NAME, State.FAIL, detail, _output_advice(size, launcher))
@@ -391,7 +392,7 @@ def _conclude(findings: Sequence[Finding], job: Launched | None) -> str:
     if failed:
         return f"Not ready to train. Failed: {', '.join(failed)}."
     if job is not None:
-        return f"Ready to train on these {job.size} ranks."
+        return f"Ready to train on {counted(job.size, 'rank')}."
     if all(finding.name != NAME for finding in findings):
         return "Ready to train on one rank: python train.py\nSeveral ranks were not tested."
     return "\n".join(["Ready to train:", f"  gtopk run -n {_EXAMPLE_RANKS} train.py", *_by_hand()])

@@ -41,6 +41,7 @@ from ...exchange.residual_state import (
     under_known_names,
 )
 from ...runtime.object_codec import decode, encode
+from ...units import counted
 from ..reducer import Reducer
 
 _log = logging.getLogger("gtopk")
@@ -176,12 +177,12 @@ def residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, R
     residuals = _residuals_for(part, rank, ranks)
     if rank == 0 and part["steps"] and not any(part["held"].values()):
         _log.warning(
-            "rank %d of %d has no residual: the state was saved after %d steps, but contains no "
+            "rank %d of %d has no residual: the state was saved after %s, but contains no "
             "residual: it is lost; load it with gtopk.load_latest: torch.distributed.checkpoint "
             "only loads keys that a state already has, and a new state has no residual",
             rank,
             ranks,
-            part["steps"],
+            counted(part["steps"], "step"),
         )
     return residuals
 

@@ -22,6 +22,7 @@ from gtopk.cli.doctor.isolation import PROBES, run_probes
 from gtopk.cli.doctor.links import describe
 from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_settings, run
 from gtopk.runtime.runner.ranks import default_launcher
+from gtopk.units import counted
 from tests.matrix import some_of
 from tests.started import STARTED_PATH, under
 
@@ -446,7 +447,7 @@ def test_ranks_of_torchrun_are_checked_without_mpi(torchrun, tmp_path: Path) -> 
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     job = torchrun(2, "doctor.py", PYTHONPATH=path, GTOPK_CALIBRATION=calibration)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "Ready to train on these 2 ranks." in job.stdout
+    assert "Ready to train on 2 ranks." in job.stdout
     network = next(line for line in job.stdout.splitlines() if line.startswith("  network"))
     assert "OK       inside a host" in network
     assert "(measured on 2 ranks of 1 host" in network
@@ -481,8 +482,8 @@ def test_job_under_mpirun_prints_one_report_with_its_size(
     assert code == 0, report
     assert report.count("numpy") == 1
     assert f"rank 0 of {size}" in report
-    assert f"{size} ranks on" in report
-    assert f"Ready to train on these {size} ranks." in report
+    assert f"{counted(size, 'rank')} on" in report
+    assert f"Ready to train on {counted(size, 'rank')}." in report
     assert ("inside a host" in report) == (size > 1)
     assert ("here (measured on" in report) == (size > 1)
     assert report.isascii()

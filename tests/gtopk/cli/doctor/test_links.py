@@ -108,7 +108,7 @@ def test_job_reports_that_all_links_are_good(monkeypatch):
     report = "\n".join(lines)
     assert code == 0, report
     assert "all 3 deliver messages intact between 3 ranks" in report
-    assert "Ready to train on these 3 ranks." in report
+    assert "Ready to train on 3 ranks." in report
 
 
 @pytest.mark.parametrize(
