@@ -132,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A dry run starts nothing, so it is allowed inside a job.
         if not options.dry_run:
             refuse_inside_a_job()
-    except (LaunchError, OSError, ValueError) as error:
+    except OSError as error:
+        return fail("run", f"--hostfile {options.hostfile}: {error.strerror}", code=2)
+    except (LaunchError, ValueError) as error:
         return fail("run", error, code=2)
     if options.dry_run or options.json:
         _print_start(start, places, options.json)

@@ -274,13 +274,13 @@ def parse_hosts(text: str) -> list[Host]:
 def read_hostfile(path: str | Path) -> list[Host]:
     """Return the hosts in a file with lines "name slots=4"; # begins a comment."""
     hosts = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         words = line.partition("#")[0].strip()
         if not words:
             continue
         match = re.fullmatch(r"([^\s:]+)(?:\s+slots\s*=\s*([1-9]\d{0,8}))?", words)
         if match is None:
-            raise ValueError(f"a line of {path} must look like 'name slots=4', got {line!r}")
+            raise ValueError(f"a line of {path} must look like 'name slots=4', got {line!r:.80}")
         hosts.append(Host(match[1], int(match[2] or 1)))
     if not hosts:
         raise ValueError(f"{path} must name at least one host")

@@ -218,6 +218,7 @@ def test_core_settings_of_this_host_are_not_sent_to_other_hosts(
         (["no_such_script.py"], "SCRIPT must be a file or a program, and 'no_such_script.py' is"),
         (["-n", "2"], "SCRIPT is missing: give a file or a program"),
         (["-n", "4", "--hosts", "localhost:2", "true"], "4 ranks need 4 slots"),
+        (["--hostfile", "/dev/null/x", "true"], "run: --hostfile /dev/null/x: Not a directory"),
     ],
 )
 def test_command_that_cannot_start_says_why(capsys, words: list[str], text: str) -> None:

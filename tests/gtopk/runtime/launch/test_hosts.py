@@ -28,6 +28,9 @@ def test_read_hostfile_reads_a_host_per_line_and_refuses_other_lines(tmp_path: P
         path.write_text(f"{line}\n")
         with pytest.raises(ValueError, match=f"must look like 'name slots=4', got '{line}'"):
             read_hostfile(path)
+    path.write_bytes(b"\xff \xff" * 100)
+    with pytest.raises(ValueError, match=r"must look like 'name slots=4', got '.{79}$"):
+        read_hostfile(path)
     path.write_text("# nobody\n")
     with pytest.raises(ValueError, match="must name at least one host"):
         read_hostfile(path)
