@@ -126,5 +126,7 @@ def _run(words: list[str]) -> int:
         print(usage())
         return 0
     wrong = f"gtopk: unknown command {name!r}\n\n" if words else ""
+    if followed_by := [each.split()[1] for each in COMMANDS if each.startswith(f"{name} ")]:
+        wrong = f"gtopk: {name} must be followed by {' or '.join(followed_by)}\n\n"
     print(wrong + usage(), file=sys.stderr)
     return 2

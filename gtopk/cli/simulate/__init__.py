@@ -166,7 +166,7 @@ def parser() -> Command:
     density = "share of entries sent, or 'dense'; default: 0.05"
     option("--density", lambda text: None if text == "dense" else share(text), 0.05, density)
     option("--target", share, 0.9, "accuracy to reach")
-    compared = f"modes to compare, from {', '.join(SIMULATED)}; default: {','.join(DEFAULT)}"
+    compared = f"modes to compare, from {', '.join(SIMULATED)}; default: {', '.join(DEFAULT)}"
     option("--modes", known_modes, list(DEFAULT), compared)
     written = "write the records as JSON; without FILE: print only them"
     option("--json", Path, None, written, nargs="?", const=STDOUT, metavar="FILE")

@@ -35,6 +35,12 @@ def test_unknown_command_prints_the_usage(capsys, words):
     assert all(word in err for word in words)
 
 
+def test_command_of_two_words_asks_for_the_second(capsys):
+    assert main(["bench"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gtopk: bench must be followed by collectives or optimizer\n")
+
+
 def test_python_m_gtopk_runs_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "gtopk", "--version"], capture_output=True, text=True, check=True
@@ -55,7 +61,7 @@ def test_every_command_has_an_example_and_all_but_completion_have_json(capsys):
 
 
 def test_help_never_breaks_a_name_at_its_hyphen(monkeypatch):
-    for columns in ("80", "100"):
+    for columns in ("60", "80", "100"):
         monkeypatch.setenv("COLUMNS", columns)
         broken = [name for name, p in parsers().items() if re.search(r"\w-\n", p.format_help())]
         assert not broken, columns
