@@ -123,10 +123,17 @@ def _each_part(number: int, step: int, ranks: int) -> Iterator[Part]:
 
 
 def path_of(folder: str | os.PathLike[str]) -> Path:
-    """Return a folder's path; raise ValueError for "", which Path takes for the current folder."""
+    """Return the path of a folder of checkpoints.
+
+    Raises ValueError for "", which Path takes for the current folder, and for a checkpoint's own
+    folder, in which no checkpoint would be found.
+    """
     if not os.fspath(folder):
         raise ValueError("folder must be a path, got ''; the current folder is '.'")
-    return Path(folder)
+    path = Path(folder)
+    if _FOLDER.fullmatch(path.name):
+        raise ValueError(f"'{path}' is one checkpoint; pass the folder of all, '{path.parent}'")
+    return path
 
 
 def ensure_folder(folder: Path) -> Path:

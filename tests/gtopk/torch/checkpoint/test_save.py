@@ -22,6 +22,7 @@ import gtopk.torch as hvd
 from gtopk import CheckpointError, load_latest, save_checkpoint
 from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import save
+from gtopk.torch.checkpoint.dcp import Reader
 from tests.gtopk.torch.checkpoint.run import Run
 from tests.started import STARTED_PATH
 
@@ -268,6 +269,19 @@ def test_empty_path_is_not_the_current_folder(ranks, tmp_path, monkeypatch):
 
     ranks(1, program)
     assert not [*tmp_path.iterdir()]
+
+
+def test_path_of_a_single_checkpoint_is_refused(ranks, tmp_path):
+    """As `save_checkpoint` returns it; a run would begin afresh, unnoticed."""
+
+    def program(rank):
+        model = torch.nn.Linear(1, 1)
+        path = save_checkpoint(tmp_path, model, None).path
+        for call in (lambda: load_latest(path, model), lambda: Reader(path)):
+            with pytest.raises(ValueError, match=f"is one checkpoint; pass .* '{tmp_path}'$"):
+                call()
+
+    ranks(1, program)
 
 
 def test_failed_save_is_named_on_every_rank_and_training_continues(ranks, tmp_path):
