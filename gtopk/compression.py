@@ -350,7 +350,7 @@ class Shards(SparseCompression):
 
     def __post_init__(self) -> None:
         check_count("period", self.period, 1)
-        if isinstance(self.bits, bool) or self.bits not in CODES_OF_BITS:
+        if isinstance(self.bits, bool) or self.bits not in list(CODES_OF_BITS):
             raise ValueError(
                 f"bits must be one of {', '.join(map(str, CODES_OF_BITS))}; got {self.bits!r}"
             )

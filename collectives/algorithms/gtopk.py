@@ -15,6 +15,7 @@ residual, even if another branch brings its index back into the result.
 from __future__ import annotations
 
 import sys
+from numbers import Real
 from typing import Final
 
 import numpy as np
@@ -42,7 +43,7 @@ USUAL_GROWTH: Final = 2.0
 
 def check_growth(growth: float) -> None:
     """Raise ValueError unless lists can grow by this factor."""
-    if not 1.0 <= growth <= sys.float_info.max:
+    if not isinstance(growth, Real) or not 1.0 <= growth <= sys.float_info.max:
         raise ValueError(f"growth must be a number from 1 on, got {growth!r}")
 
 

@@ -330,11 +330,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(name.startswith("ddp") for name in names):
         group = open_gloo()
     available = ways(options.density, group)
-    compute = (
-        shapes(options.model, here.rank)
-        if options.model in SHAPES
-        else real(options.model, options.batch, here.rank)
-    )
+    problem = ""
+    try:
+        compute = (
+            shapes(options.model, here.rank)
+            if options.model in SHAPES
+            else real(options.model, options.batch, here.rank)
+        )
+    except RuntimeError as error:  # torch's, in place of a MemoryError
+        problem = f"--batch {options.batch} is too large: {error}"
+    if problem:
+        world.shutdown()
+        return fail("bench optimizer", problem, code=2)
     records = measure(
         compute,
         {name: available[name] for name in names},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_list_sizes_are_at_most_the_vectors_length() -> None:
     assert kept_sizes(5, 1e308, 3, 8) == [8, 8, 8]
 
 
-@pytest.mark.parametrize("factor", [0.99, 0.0, -1.0, math.inf, math.nan, 10**400])
-def test_growth_below_1_or_not_finite_is_refused(factor: float) -> None:
+@pytest.mark.parametrize("factor", [0.99, 0.0, -1.0, math.inf, math.nan, 10**400, "2", [2], None])
+def test_growth_below_1_or_not_finite_is_refused(factor: Any) -> None:
     with pytest.raises(ValueError, match="growth must be a number from 1 on, got"):
         check_growth(factor)

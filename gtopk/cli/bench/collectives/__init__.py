@@ -165,8 +165,8 @@ def parser(call: str = CALL) -> Command:
     option, measured = described.option, "; default: measured here"
     option("--rounds", whole_number, 9, "timed rounds")
     option("--budget-seconds", above_zero, 20.0, "limit per contender and case")
-    option("--bandwidth", above_zero, None, f"bits per second for the model{measured}")
-    option("--latency", number_in("[0, inf)"), None, f"seconds for the model{measured}")
+    option("--bandwidth", number_in("[1, 1e18]"), None, f"bits per second for the model{measured}")
+    option("--latency", number_in("[0, 1e9]"), None, f"seconds for the model{measured}")
     cores = "cores that all ranks share; default: those found here"
     option("--shared-cores", whole_number, None, cores)
     interface = "network interface whose sent bytes to record, such as eth0"

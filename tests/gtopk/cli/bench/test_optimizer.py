@@ -90,6 +90,13 @@ def test_default_ways_on_an_emulated_link_are_those_it_slows(mpirun):
     assert "link: emulated link of 1000 Mbit/s" in job.stdout
 
 
+def test_batch_that_does_not_fit_into_memory_exits_with_the_reason(capsys):
+    assert main(["--batch", "9" * 15, "--ways", "none"]) == 2
+    assert not world.is_initialized()
+    reason = f"gtopk bench optimizer: --batch {'9' * 15} is too large: "
+    assert capsys.readouterr().err.startswith(reason)
+
+
 def test_horovod_that_is_not_built_exits_with_how_to_build_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "horovod", None)
     assert main(["--ways", "horovod"]) == 2
