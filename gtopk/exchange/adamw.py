@@ -451,10 +451,11 @@ def _pieces(
     vectors: Sequence[torch.Tensor], rows: int, ratio: torch.Tensor | None
 ) -> Iterator[tuple[Any, ...]]:
     """Return pieces of the vectors, [rows, row length], and their ratios, sized for a CPU cache."""
-    if vectors[0].device.type != "cpu" or not vectors[0].numel():
-        piece_lengths = rows, rows
-    else:
-        piece_lengths = max(1, _PIECE * rows // vectors[0].numel()), _PIECE
+    elements = max(1, vectors[0].numel())
+    # On a GPU a single piece, as each takes ten launches.
+    piece_lengths = rows, elements
+    if vectors[0].device.type == "cpu":
+        piece_lengths = max(1, _PIECE * rows // elements), _PIECE
     if rows == 1 or ratio is None:
         return zip(*(each.split(piece_lengths[1]) for each in vectors), itertools.repeat(ratio))
     split = (each.view(rows, -1).split(piece_lengths[0]) for each in vectors)

@@ -18,6 +18,7 @@ from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import load_latest, save_checkpoint
 from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
+from gtopk.exchange.adamw import _pieces
 from gtopk.exchange.bucket_exchange import mean_square_ratio
 from gtopk.exchange.sampling import SWEEP
 from gtopk.optim.distributed import DistributedOptimizer
@@ -124,6 +125,15 @@ def test_default_dtype_changes_nothing():
         torch.set_default_dtype(torch.float32)
     assert steps == same_steps == 258
     np.testing.assert_array_equal(expected, other)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (1, 2), (100, 1), (100, 2)])
+def test_gpu_computes_a_parameters_step_in_one_piece(rows, ranks):
+    """Each piece takes ten launches. The meta device stands for a GPU."""
+    vectors = [torch.zeros(300_000, device="meta") for _ in range(4)]
+    ratios = None if ranks == 1 else torch.ones(rows, device="meta")
+    (piece,) = _pieces(vectors, rows, ratios)
+    assert [each.numel() for each in piece[:4]] == [300_000] * 4
 
 
 @pytest.mark.parametrize("size", [1, 2])
