@@ -121,7 +121,7 @@ class Residual:
             self._names = "residual", "first_moment", SECOND_MOMENT, AGE
         self._names += (OWNER_ERROR,) * has_owner_errors
         self._memory = [
-            Memory.of(torch.zeros(len(sizes), dtype=torch.int64))
+            Memory.of(torch.zeros(len(sizes), dtype=torch.int64, device="cpu"))
             if name == AGE
             else Memory.of(zeros(length, dtype, device))
             for name in self._names

@@ -219,6 +219,12 @@ def test_stashed_entries_stay_though_all_others_are_sent() -> None:
     assert held.may_be_misplaced
 
 
+def test_ages_are_on_the_host_for_any_default_device() -> None:
+    with torch.device("meta"):
+        held = Residual(6, np.dtype(np.float32), betas=(0.9, 0.99), sizes=[4, 2])
+    assert held.part(residual.AGE, 1).device.type == "cpu"
+
+
 @pytest.mark.gpu
 def test_dense_step_on_a_gpu_keeps_subnormal_numbers() -> None:
     pytest.importorskip("cupy", reason="no cupy here")
