@@ -411,11 +411,12 @@ class RoundWire:
                 total = sum(counts)
                 update = self.exchange.reduce(transport, 1.0 / total, samples / total)
                 if update is not None and missing_on_all:
-                    # The optimizer skips gradients of None.
-                    update = [
-                        None if str(place) in missing_on_all and not bool(each.any()) else each
-                        for place, each in enumerate(update)
-                    ]
+                    # The optimizer skips gradients of None. Read on the stream that writes them.
+                    with self.exchange.bucket_exchange.bucket.on_stream():
+                        update = [
+                            None if str(place) in missing_on_all and not bool(each.any()) else each
+                            for place, each in enumerate(update)
+                        ]
             return RoundReduction(update, counts, done, culprits)
 
         # The round's own computing ends here; later time belongs to the next round.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.adaptive.replica import RoundExchange
+from gtopk.exchange.buckets import buckets
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import Prompt, on_ranks
 from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, data, run
@@ -178,6 +181,29 @@ def test_optimizer_skips_parameters_without_gradient_on_any_rank(missing_on: lis
         assert not torch.equal(used, torch.ones(3, dtype=torch.float64))
         decays = len(missing_on) == 1
         assert torch.equal(rare, torch.ones(3, dtype=torch.float64)) != decays
+
+
+def test_updates_are_read_on_the_stream_that_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the engine's own stream could read them too early."""
+    here, read_on_stream = threading.local(), []
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        before, here.is_on_stream = getattr(here, "is_on_stream", False), True
+        yield
+        here.is_on_stream = before
+
+    read = torch.Tensor.any
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        read_on_stream.append(getattr(here, "is_on_stream", False))
+        return read(tensor)
+
+    monkeypatch.setattr(buckets, "current_stream", lambda device: on_stream)
+    monkeypatch.setattr(torch.Tensor, "any", noted)
+    test_optimizer_skips_parameters_without_gradient_on_any_rank([0, 1])
+    assert read_on_stream
+    assert all(read_on_stream)
 
 
 def test_overflowing_sum_leaves_residual_unchanged(threads: Any) -> None:
