@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import pytest
 
-from collectives import Transport
+from collectives import Transport, open_transport
 
 
 def up(host: np.ndarray) -> Any:
@@ -25,6 +26,13 @@ def device(rank: int) -> Any:
 def without_counts(laws: Sequence[Callable[..., None]]) -> list[Callable[..., None]]:
     """Return the laws that are not about counters, as GPU messages are counted differently."""
     return [law for law in laws if "traffic" not in law.__code__.co_names]
+
+
+def refusal_by_nccl(host: Transport) -> str:
+    """Return the error of an NCCL transport among ranks without a GPU for each."""
+    with pytest.raises(RuntimeError, match="needs NCCL and a GPU for each rank") as caught:
+        open_transport("nccl", bootstrap=host)
+    return str(caught.value)
 
 
 class OfGpus:

@@ -15,20 +15,13 @@ from collectives import PeerError, Transport, open_transport, run_ranks
 from collectives.transports import local_world
 from collectives.transports.nccl import NcclTransport
 from tests.collectives.transports.nccl.on_model import complete_first_exchange
-from tests.programs.of_gpus import device
+from tests.programs.of_gpus import device, refusal_by_nccl
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_share_a_gpu_are_named_on_all_ranks(cuda: Any, ranks: int) -> None:
     cuda.gpus = 1
-    messages = []
-
-    def program(host: Transport) -> None:
-        with pytest.raises(RuntimeError) as caught:
-            NcclTransport(host)
-        messages.append(str(caught.value))
-
-    run_ranks(local_world(ranks), program)
+    messages = run_ranks(local_world(ranks), refusal_by_nccl)
     text = (
         f"transport 'nccl' needs NCCL and a GPU for each rank: ranks {list(range(ranks))} share "
         "0000:00:00.0 on the host of rank 0; give each rank its own: "
