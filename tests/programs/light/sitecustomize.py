@@ -35,8 +35,8 @@ _LATE: dict[str, dict[str, Any]] = {
 
 
 def _load(name: str) -> ModuleType:
-    """Load a deferred package; a compiler needs the shapes, too."""
-    for each in (name, *([_SHAPES] if name == "torch._dynamo" else [])):
+    """Load a deferred package; a compiler needs the shapes, loaded before it as by torch."""
+    for each in (*([_SHAPES] if name == "torch._dynamo" else []), name):
         if _LATE.pop(each, None) is not None:
             sys.modules.pop(each, None)
             importlib.import_module(each)
