@@ -62,14 +62,16 @@ def require_one_momentum(
             f"{correction} applies the momentum before selection: use an "
             f"{'outer ' if outer else ''}optimizer with momentum=0, not {momentum}{more}"
         )
-    if any("betas" in group for group in optimizer.param_groups):
+    if any("betas" in group for group in optimizer.param_groups) or (
+        adam and _is_adaptive(optimizer)
+    ):
         kind = type(optimizer).__name__
         raise ValueError(
             f"{correction} computes Adam's steps, and {kind} would compute them again: use "
             "torch.optim.SGD with the same lr and weight_decay"
             if adam
             else f"{correction} is for SGD; {kind} has a momentum of its own: leave "
-            f"momentum_correction at 0, or use SGD{'' if outer else ' and give adam_correction'}"
+            f"momentum_correction at 0, or use SGD"
         )
 
 
@@ -111,36 +113,39 @@ def log_advice(optimizer: torch.optim.Optimizer, compression: object, hint: str 
         _log_momentum_advice(optimizer, compression)
 
 
+def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer scales its steps by past gradients: Adam, RMSprop, Rprop."""
+    # These options show it, also of classes from other libraries; SGD has none of them.
+    return any(
+        not group.keys().isdisjoint(("betas", "eps", "etas")) for group in optimizer.param_groups
+    )
+
+
 def _warn_of_second_moments(
     optimizer: torch.optim.Optimizer, compression: ErrorFeedback, hint: str
 ) -> None:
     """Warn of Adam and similar optimizers after a selection, and say what to do instead."""
-    betas = next((each["betas"] for each in optimizer.param_groups if "betas" in each), None)
-    if betas is None:
+    if not _is_adaptive(optimizer):
         return
     if hint:
-        _log.warning(
-            "%s after compression loses accuracy: it divides by the size of past updates, which "
-            "are zero in most entries. To compute its steps before: %s (%s)",
-            type(optimizer).__name__,
-            hint,
-            page("Tuning"),
+        advice = f"To compute its steps before: {hint}"
+    else:
+        times = ""
+        # Rprop's steps have the size of its lr, whatever the gradient's.
+        if isinstance(compression, SparseCompression) and "etas" not in optimizer.param_groups[0]:
+            # Entries that are updated in a fraction d of the steps, by u, have m = d u and
+            # v = d u^2, so Adam's steps for them, m / sqrt(v), are only sqrt(d) long.
+            updated = min(1.0, compression.density * compression.widening())
+            times = f" (up to {updated**-0.5:.2g} times)"
+        advice = (
+            f"Either raise the lr{times}, or use torch's own AdamW with Compression.shards() and "
+            "adam_steps='before', which computes its steps before"
         )
-        return
-    times = ""
-    if isinstance(compression, SparseCompression):
-        # Entries that are updated in a fraction d of the steps, by u, have m = d u and v = d u^2,
-        # so Adam's steps for them, m / sqrt(v), are only sqrt(d) long.
-        updated = min(1.0, compression.density * compression.widening())
-        times = f" (up to {updated**-0.5:.2g} times)"
     _log.warning(
-        "%s after compression loses accuracy: it divides by the size of past updates, which are "
-        "zero in most entries. Either raise the lr%s, or replace it by SGD(momentum=0, same "
-        "weight_decay, up to 3 times the lr) and pass adam_correction=(%s) to the compression "
-        "(%s)",
+        "%s after compression loses accuracy: it scales its steps by past updates, which are zero "
+        "in most entries. %s (%s)",
         type(optimizer).__name__,
-        times,
-        ", ".join(f"{float(beta):g}" for beta in betas),
+        advice,
         page("Tuning"),
     )
 

@@ -266,6 +266,11 @@ def test_adam_correction_with_dense_sums_inside_nodes_raises():
             {},
             "AdamW would compute them again: use torch.optim.SGD",
         ),
+        (
+            partial(torch.optim.RMSprop, lr=0.1),
+            {},
+            "RMSprop would compute them again: use torch.optim.SGD",
+        ),
         (partial(torch.optim.SGD, lr=0.1, momentum=0.5), {}, "momentum=0, not 0.5"),
         (partial(torch.optim.SGD, lr=0.1), {"local_clip_norm": 1.0}, "local_clip_norm is not for"),
     ],

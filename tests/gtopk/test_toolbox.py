@@ -447,20 +447,27 @@ def test_density_that_sends_too_few_entries_is_warned_of(caplog, density, warned
         (torch.optim.AdamW, Compression.gtopk(0.1), False),
         (torch.optim.NAdam, Compression.gtopk(1.0), False),
         (torch.optim.Adamax, Compression.auto(), True),
+        (torch.optim.RMSprop, Compression.gtopk(0.1), True),
+        (torch.optim.Adagrad, Compression.gtopk(0.1), True),
+        (torch.optim.Adadelta, Compression.gtopk(0.1), True),
+        (torch.optim.Rprop, Compression.gtopk(0.1), True),
+        (torch.optim.RMSprop, Compression.fp16, False),
         (torch.optim.AdamW, Compression.fp16, False),
         (torch.optim.SGD, Compression.topk(0.1), False),
     ],
 )
-def test_adam_variants_after_compression_are_warned_of(caplog, kind, compression, warned):
+def test_optimizers_that_adapt_to_past_updates_are_warned_of_after_compression(
+    caplog, kind, compression, warned
+):
     parameter = torch.nn.Parameter(torch.zeros(10_000))
     with world.entered(local_world(1)[0]):
         optimizer = DistributedOptimizer(kind([parameter], lr=0.1), compression=compression)
         step_with_ones(optimizer, parameter)
     assert (f"{kind.__name__} after compression loses accuracy" in caplog.text) == warned
-    assert ("pass adam_correction=(0.9, 0.999) to the compression" in caplog.text) == warned
+    assert ("AdamW with Compression.shards() and adam_steps='before'" in caplog.text) == warned
     # A tenth of the entries, and twice as many updated.
-    is_gtopk = compression == Compression.gtopk(0.1)
-    assert ("the lr (up to 2.2 times)" in caplog.text) == (warned and is_gtopk)
+    is_scaled = compression == Compression.gtopk(0.1) and kind is not torch.optim.Rprop
+    assert ("the lr (up to 2.2 times)" in caplog.text) == (warned and is_scaled)
 
 
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
