@@ -134,7 +134,11 @@ class GTopKState(HookState):
         self._bucket_exchanges = BucketExchanges(partial(self._open, name))
         super().__init__(peers, chosen, scaler, max_skipped_steps, optimizer, adam_options)
         self._replicas = HookReplicas(
-            peers, self._steps.counted, self._bucket_exchanges, check_every, on_divergence
+            peers,
+            self._steps.counted,
+            self._bucket_exchanges.centers,
+            check_every,
+            on_divergence,
         )
         self._pending: list[PendingBucket] = []  # clipped and exchanged at the end of the pass
         # A single thread, so that buckets finish in order: when the last one's task runs, all

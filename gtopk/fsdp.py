@@ -48,16 +48,18 @@ from .integrations.fsdp_units import (
     ShardGroups,
     Unit,
     place_in,
+    require_all_sharded,
     require_outermost,
     residuals_of,
     units_of,
 )
 from .integrations.hook_state import HookState, compression_of, join_world, plain_optimizer
-from .integrations.passes import BucketExchanges, after_backward
+from .integrations.passes import BucketExchanges, HookReplicas, after_backward
 from .optim.peers import Peers
 from .optim.step_checks import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam
 from .optim.wrapped.checkpoint import check_part, residuals_for
+from .optim.wrapped.local_residual import center_of, on_this_rank
 from .reduce_ops import Average
 from .runtime.coordinator import Operation
 from .runtime.world import world
@@ -111,8 +113,9 @@ def replicate(
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")
     # Only after the checks, so that a rejected model or mesh does not leave a world open.
-    join_world()
+    here = join_world()
     units = units_of(model)
+    require_all_sharded(model, units.values(), here.rank)
     for unit in units.values():
         unit.require_sharded_only()
     place = place_in(replicas, [p for unit in units.values() for p in unit.parameters])
@@ -199,6 +202,8 @@ class ReplicaState(HookState):
         peers = Peers(here, place.replicas.engine, name, ranks, takes_part=True)
         by_adam = of_adam or {"adam": None}
         super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, by_adam)
+        # Nothing broadcasts the model to the replicas, so they may differ from the start.
+        self._replicas = HookReplicas(peers, self._steps.counted, self._centers)
         # Parameters whose gradients the last pass set to NaN.
         self._nonfinite: list[torch.Tensor] = []
         self._finite = True  # whether this rank's gradients in this pass are finite
@@ -215,6 +220,14 @@ class ReplicaState(HookState):
 
     def _residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         return residuals_of(self._bucket_exchanges)
+
+    def _centers(self) -> dict[torch.Tensor, str]:
+        """Return this rank's shards as of the last step, with their parameters' names."""
+        return {
+            on_this_rank(center_of(unit.parameter(name))): name  # type: ignore[arg-type]
+            for unit in self._bucket_exchanges
+            for name in unit.stand_ins
+        }
 
     def _groups_of(self, optimizer: torch.optim.Optimizer) -> ShardGroups:
         return ShardGroups(optimizer, self._bucket_exchanges)
@@ -304,7 +317,10 @@ class ReplicaState(HookState):
     def _end_pass(self) -> None:
         """Agree with all ranks on whether the step counts, and begin another."""
         require_outermost(self._model, self._world.rank)
+        require_all_sharded(self._model, self._bucket_exchanges, self._world.rank)
         self._finish()
+        if (comparison := self._replicas.begin()) is not None:
+            self._replicas.check.end(comparison.wait(), {})
         all_ranks = self._place.all_ranks
         all_flags = all_ranks.engine.submit(
             f"{self._peers.name}.pass",

@@ -100,6 +100,14 @@ class Unit:
         """The sharded parameters; the module itself may have whole ones in their place."""
         return [each.sharded_param for each in self._fsdp_params.values()]
 
+    @property
+    def in_model(self) -> Iterator[torch.Tensor]:
+        """The sharded parameters, and the gathered ones that the module may have in their place."""
+        for each in self._fsdp_params.values():
+            yield each.sharded_param
+            if (gathered := getattr(each, "_unsharded_param", None)) is not None:
+                yield gathered
+
     def parameter(self, name: str) -> DTensor:
         """Return the sharded parameter with this name."""
         sharded: DTensor = self._fsdp_params[name].sharded_param
@@ -235,6 +243,19 @@ def require_outermost(model: torch.nn.Module, rank: int) -> None:
             "an error: replicas do not know which of them ends a step. Checkpoint activations "
             "with use_reentrant=False; after an error call fully_shard on a new model"
         )
+
+
+def require_all_sharded(model: torch.nn.Module, units: Iterable[Unit], rank: int) -> None:
+    """Raise ValueError for a trained parameter that no unit has: nothing exchanges its gradient."""
+    known = {parameter for unit in units for parameter in unit.in_model}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in known:
+            raise ValueError(
+                f"rank {rank}: parameter '{plain_name(name)}' was not sharded when replicate was "
+                "called, so its gradient would not be exchanged and replicas would differ: call "
+                "fully_shard first, on modules with all trained parameters, then replicate; or "
+                "freeze this one"
+            )
 
 
 class Place(NamedTuple):

@@ -67,9 +67,12 @@ class BucketExchanges:
         """Return the parameters of all buckets, and of the last loaded state."""
         return {*self._bucket_of, *self._residuals}
 
-    def in_order(self) -> list[torch.Tensor]:
-        """Return the parameters of all buckets, in order of arrival: the same on all ranks."""
-        return list(self._bucket_of)
+    def centers(self) -> dict[torch.Tensor, str]:
+        """Return all parameters as of the last step; DDP does not give a hook their names."""
+        return {
+            center_of(each): f"number {number} in DDP's buckets, of shape {list(each.shape)}"  # type: ignore[arg-type]
+            for number, each in enumerate(self._bucket_of)  # in order of arrival
+        }
 
     def has_seen(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether all these parameters were in a bucket, or in a loaded state."""
@@ -311,6 +314,8 @@ class PendingBucket(NamedTuple):
 class HookReplicas:
     """Compare the replicas of a hook's model, in a pass after the step: `begin`, then `end`.
 
+    names_of: returns the names of the parameters as of the last step, in an order equal on all
+        ranks.
     peers, progress: of the hook. progress counts passes since the hook was created, without those
         of a loaded state, because all ranks must compare in the same pass (`HookSteps`).
     check: counts how often replicas differed.
@@ -320,24 +325,21 @@ class HookReplicas:
         self,
         peers: Peers,
         progress: Progress,
-        bucket_exchanges: BucketExchanges,
-        check_every: int | None,
-        on_divergence: Literal["error", "warn"] | None,
+        names_of: Callable[[], dict[torch.Tensor, str]],
+        check_every: int | None = None,
+        on_divergence: Literal["error", "warn"] | None = None,
     ) -> None:
         require_check(check_every, on_divergence)
         self.peers, self.progress = peers, progress
-        self._bucket_exchanges = bucket_exchanges
+        self._names_of = names_of
         self.check = ReplicaCheck(self, check_every, on_divergence)
 
     @property
     def names(self) -> dict[torch.Tensor, str]:
-        """The parameters as of the last step; DDP does not give a hook their names."""
-        return {
-            center_of(each): f"number {number} in DDP's buckets, of shape {list(each.shape)}"  # type: ignore[arg-type]
-            for number, each in enumerate(self._bucket_exchanges.in_order())
-        }
+        """The parameters as of the last step."""
+        return self._names_of()
 
-    def begin(self, is_joined: bool) -> Operation | None:
+    def begin(self, is_joined: bool = False) -> Operation | None:
         """Start the comparison, if it is due; call it at the last bucket of a pass.
 
         is_joined: this rank has joined: then no rank compares.

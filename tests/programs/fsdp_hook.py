@@ -442,6 +442,16 @@ def test_torch_checkpoint_keeps_each_ranks_own_residuals() -> None:
     assert any(residual.any() for residual in held.values())
 
 
+def test_replicas_that_start_from_different_weights_are_warned_of() -> None:
+    model, _ = sharded(0.05)
+    with torch.no_grad():
+        model[1].bias.to_local().add_(RANK // 2)
+    messages = logged(lambda: train(model, range(3)))
+    (text,) = (each for each in messages if "replicas are not the same" in each)
+    assert f"rank {RANK}: " in text
+    assert "parameter '1.bias'" in text
+
+
 def test_new_replica_state_loads_residuals_from_torch_checkpoints() -> None:
     model, state = sharded(0.05)
     train(model, range(2))
@@ -529,6 +539,32 @@ def test_replicate_refuses_unsharded_models_and_wrong_meshes() -> None:
     fully_shard(model, mesh=MESH["shard"])
     with pytest.raises(ValueError, match=r"complex parameters .* 'weight', torch.complex64 \[4\]"):
         fsdp.replicate(model, MESH["replicate"])
+
+
+def test_parameters_that_are_not_sharded_before_replicate_are_refused() -> None:
+    expected = rf"rank {RANK}: parameter '2\.weight' was not sharded.* call fully_shard first"
+
+    def replicated_in_part() -> torch.nn.Module:
+        model = network()
+        for layer in model[:2]:
+            fully_shard(layer, mesh=MESH["shard"])
+        model[2].requires_grad_(False)
+        fsdp.replicate(model, MESH["replicate"], 0.05)
+        return model
+
+    model = network()
+    fully_shard(model[0], mesh=MESH["shard"])
+    fully_shard(model[1], mesh=MESH["shard"])
+    with pytest.raises(ValueError, match=expected):
+        fsdp.replicate(model, MESH["replicate"], 0.05)
+    for is_sharded_later in (False, True):
+        model = replicated_in_part()
+        if is_sharded_later:
+            fully_shard(model, mesh=MESH["shard"])
+        train(model, range(1))
+        model[2].requires_grad_(True)
+        with pytest.raises(ValueError, match=expected):
+            train(model, range(1, 2))
 
 
 def test_replicate_refuses_parameters_with_copies_on_ranks_of_a_replica() -> None:
