@@ -239,15 +239,21 @@ class HookState(ABC):
             self._skips,
             compression,
             self._world.rank,
+            ranks=peers.ranks,
             logs_advice=self._rank == 0,
             hint=self._optimizer_hint if optimizer is None else "",
             stepped=stepped,
             adam="" if stepped is None else self._clipping_hint,
             residuals=self._residuals if stepped is None else None,
-            retire=self._retire,
+            retire=self.retire,
         )
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
+        """Leave the model and the optimizer to other code, as when a trainer has ended.
+
+        The residual stays.
+        """
+        self._checks.is_retired = True
         if self._adam is not None:
             self._adam.detach()
 

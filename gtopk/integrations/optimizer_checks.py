@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
@@ -23,14 +23,22 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compression import ErrorFeedback
 from ..errors import check_count, page
 from ..exchange.buckets.parameters import parameters_of
-from ..optim.gradient_checks import CorrectedGradients, log_advice, require_one_momentum
+from ..exchange.residual_state import plain_name
+from ..optim.gradient_checks import (
+    CorrectedGradients,
+    ddps_of,
+    log_advice,
+    require_one_momentum,
+)
 from ..optim.options import warn_of_few_entries
 from ..optim.step_checks import SkippedSteps
 from ..optim.wrapped.adam_step import AgreedSteps, groups_to_step_before, require_plain
+from ..optim.wrapped.wrapping import Wrapping
 
 _all_skips: Final[WeakSet[HookSkips]] = WeakSet()
 
@@ -47,7 +55,7 @@ class HookSkips(SkippedSteps):
     because they may come from the same loss.
     parameters: returns the model's parameters.
     max_skipped_steps: how many passes in a row may not count.
-    count: how many passes did not count; counted: whether the last one does.
+    passes: how many there were; count: how many did not count; counted: whether the last one does.
     is_due: the last pass counts, and no optimizer has stepped since.
     is_loaded: whether a state was loaded.
     """
@@ -58,6 +66,7 @@ class HookSkips(SkippedSteps):
         check_count("max_skipped_steps", max_skipped_steps)
         super().__init__(max_skipped_steps)
         self.parameters = parameters
+        self.passes = 0
         self.counted = True  # whether the last pass counts
         self.is_due = self.is_loaded = self._has_warned = False
         self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
@@ -69,6 +78,7 @@ class HookSkips(SkippedSteps):
         where: the ranks with non-finite gradients; "": only the sum is not finite.
         Raises FloatingPointError if more passes in a row did not count than allowed.
         """
+        self.passes += 1
         self.counted = self.is_due = counted
         if counted:
             self.end_row()
@@ -128,6 +138,8 @@ def _check_all(
         # an earlier phase's hook, which would refuse the new optimizer.
         if closure is None or optimizer in checks.checked:
             checks.check(optimizer)
+        if closure is None:
+            checks.require_exchanged(optimizer)
     if closure is None:
         return None
 
@@ -135,6 +147,7 @@ def _check_all(
         loss = closure()
         for checks in instances:
             checks.check(optimizer)
+            checks.require_exchanged(optimizer)
         return loss
 
     if "closure" in kwargs:
@@ -211,7 +224,7 @@ class OptimizerChecks:
 
     Before every step, and in its closure, also drop the gradients of a pass that does not count.
 
-    rank: in the world.
+    rank: in the world. ranks: those that exchange gradients.
     logs_advice: also log advice on steps before the selection, and whether the density is too low.
     hint: how to let the hook compute Adam's steps, for messages.
     stepped: the optimizer that the hook computes the steps of; any other one is a ValueError.
@@ -219,7 +232,9 @@ class OptimizerChecks:
     residuals: see `ResidualNote`; detects that the hook's state is not loaded with the
         optimizer's. None: the optimizer's own state shows it.
     retire: a method, referred to weakly, called when another hook has taken over the model.
-    checked: the optimizers that it has checked, which belong to the model.
+    is_retired: whether another hook, or other code, has the model.
+    checked: the optimizers that it has checked, which belong to the model, each with the number of
+        the model's passes by its last step.
     corrected: the gradients that a correction turned into steps, to refuse clipping in every step:
         the hook calls its `agree` after each pass.
     """
@@ -230,6 +245,7 @@ class OptimizerChecks:
         compression: ErrorFeedback,
         rank: int,
         *,
+        ranks: Sequence[int] = (),
         logs_advice: bool,
         hint: str,
         stepped: torch.optim.Optimizer | None = None,
@@ -239,14 +255,18 @@ class OptimizerChecks:
     ) -> None:
         global _instances
         self.corrected = CorrectedGradients(compression, adam)
-        self._skips, self._compression, self._rank = skips, compression, rank
+        self._skips, self._compression = skips, compression
+        self._rank, self._ranks = rank, ranks
         self._logs_advice, self._hint, self._stepped = logs_advice, hint, stepped
-        self.checked = WeakSet[torch.optim.Optimizer]()
+        self.checked = WeakKeyDictionary[torch.optim.Optimizer, int]()
+        # Optimizers that stepped before the first pass; parameters outside the model, warned of.
+        self._waiting = WeakSet[torch.optim.Optimizer]()
+        self._foreign = WeakTensorKeyDictionary()
         # Not derived from `checked`, because a replaced optimizer disappears from it.
-        self._has_warned = self._has_stepped = False
+        self._has_warned = self._has_warned_of_own = self._has_stepped = False
         self._note = None if residuals is None else ResidualNote(residuals)
         self._retire = None if retire is None else weakref.WeakMethod(retire)
-        self._is_retired = False
+        self.is_retired = False
         with _instances_lock:
             if not _instances:
                 register_optimizer_step_pre_hook(_check_all)
@@ -260,23 +280,23 @@ class OptimizerChecks:
         Raises ValueError if this hook is retired and should compute steps, which nothing applies.
         """
         others = [each for each in (each() for each in _instances) if each not in (None, self)]
-        if self._is_retired and self._stepped is not None:
+        if self.is_retired and self._stepped is not None:
             raise ValueError(
                 f"rank {self._rank}: another hook has taken over the model, so this one no longer "
                 "computes its steps: wrap the model again, and register the hook with a new state"
             )
-        self._is_retired = False
+        self.is_retired = False
         own = self._skips.parameters() if others else ()
         for other in filter(None, others):
             replaced = other._skips.parameters()
-            if not other._is_retired and replaced and all(each in own for each in replaced):
-                other._is_retired = True
+            if not other.is_retired and replaced and all(each in own for each in replaced):
+                other.is_retired = True
                 if other._retire is not None and (retire := other._retire()) is not None:
                     retire()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step, if it belongs to the model."""
-        if self._is_retired:
+        if self.is_retired:
             return
         if optimizer in self.checked:
             ResidualNote.take(optimizer)
@@ -311,16 +331,99 @@ class OptimizerChecks:
                     warn_of_lost_residual(self._rank, optimizer, norm)
                 self._note.add_to_saved(optimizer)
             self._has_stepped = True
-            self.checked.add(optimizer)
+            self.checked[optimizer] = -1
         # Here, and not in a hook of each optimizer, which a script may forget: a NaN would stay in
         # the parameters. A GradScaler has already seen it.
         self._skips.drop(optimizer)
         self.corrected.require_unchanged(optimizer)
 
+    def require_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError for a gradient of the model that the hook cannot get.
+
+        Warn, once, of gradients that it did not get, and of parameters outside the model.
+        """
+        # If the hook makes the steps, it checks each gradient (`HookedAdam`); ours exchange.
+        exchanges = self._stepped is not None or isinstance(optimizer, Wrapping)
+        is_checked = optimizer in self.checked or not self._skips.passes
+        if len(self._ranks) < 2 or exchanges or self.is_retired or not is_checked:
+            return
+        own = self._skips.parameters()
+        stepped: set[torch.Tensor] = {
+            p for p in parameters_of(optimizer) if p.requires_grad and p.grad is not None
+        }
+        if self.checked.get(optimizer, 0) == self._skips.passes:
+            if not self._has_warned_of_own and self._are_own(stepped, own, optimizer):
+                self._has_warned_of_own = True
+                _log.warning(
+                    "rank %d: %s steps with this rank's own gradients, as the hook did not get "
+                    "those of the last pass (within no_sync(), or of a call of model.module): "
+                    "replicas will differ, unless the script averages them",
+                    self._rank,
+                    type(optimizer).__name__,
+                )
+            return
+        for skips in _all_skips:
+            stepped.difference_update(skips.parameters())
+        new = {p for p in stepped if p not in self._foreign and not self._is_sharded(p)}
+        if not new or not (new := new - _in_plain_ddp(new)):
+            return
+        for ddp in ddps_of(own):
+            for name, parameter in ddp["_modules"]["module"].named_parameters():
+                if parameter in new and name in ddp["parameters_to_ignore"]:
+                    new.remove(parameter)  # the script has told DDP to leave it out
+                elif parameter in new:
+                    raise ValueError(
+                        f"rank {self._rank}: the gradient of '{plain_name(name)}' is not "
+                        "exchanged: when DistributedDataParallel wrapped the model, this parameter "
+                        "was frozen or not in it. Wrap the model again, with a new state of the "
+                        "hook, after thawing or adding layers; or freeze them only after wrapping, "
+                        "with find_unused_parameters=True"
+                    )
+        for parameter in filter(new.__contains__, parameters_of(optimizer)):
+            self._foreign[parameter] = True
+            _log.warning(
+                "rank %d: %s steps a parameter of shape %s that is outside the hook's model: its "
+                "gradient is not exchanged, so replicas will differ, unless the script does that",
+                self._rank,
+                type(optimizer).__name__,
+                list(parameter.shape),
+            )
+
+    def _are_own(
+        self, stepped: set[torch.Tensor], own: Collection[torch.Tensor], optimizer: Any
+    ) -> bool:
+        """Return whether any of these gradients should have come from a pass of this hook."""
+        # DCP steps with rates of zero, only to create an optimizer's state.
+        if not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+            return False
+        if self._skips.passes:
+            return bool(stepped.intersection(own) - _in_plain_ddp(own))
+        if optimizer in self._waiting:
+            return False
+        # The hook has never been called: its model shows only in DDP.
+        self._waiting.add(optimizer)
+        for skips in _all_skips:
+            stepped.difference_update(skips.parameters())
+        hooks = (hook for ddp in ddps_of(stepped) for hook, _ in ddp["_comm_hooks"])
+        return any(hook.__module__.startswith("gtopk.") for hook in hooks)
+
+    def _is_sharded(self, parameter: Any) -> bool:
+        """Return whether FSDP exchanges a parameter's gradient among all these ranks."""
+        if not hasattr(parameter, "to_local"):
+            return False
+        return set(self._ranks).issubset(parameter.device_mesh.mesh.flatten().tolist())
+
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped, so that its model may be saved."""
         if optimizer in self.checked:
             self._skips.is_due = False
+            self.checked[optimizer] = self._skips.passes
+
+
+def _in_plain_ddp(parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+    """Return the parameters of each DDP without a hook that has any of these."""
+    plain = [ddp for ddp in ddps_of(parameters) if not ddp["_comm_hooks"]]
+    return {parameter for ddp in plain for parameter in ddp["_module_parameters"]}
 
 
 class PassWatch:

@@ -28,7 +28,7 @@ from ..exchange.buckets.parameters import refuse_complex, require_module
 from ..exchange.exchange import Progress
 from ..exchange.residual import AGE, OWNER_ERROR, ROWS, Residual
 from ..exchange.residual_state import ResidualState, plain_name, without_owner_errors
-from ..optim.gradient_checks import groups_of_ddp
+from ..optim.gradient_checks import ddps_of
 from ..optim.peers import Peers
 from ..optim.step_checks import ReplicaCheck, require_check
 from ..optim.step_transaction import NOT_FINITE, PREEMPTED
@@ -451,7 +451,10 @@ def refuse_another_group(parameters: Sequence[torch.Tensor], ranks: Sequence[int
     groups = torch.distributed.distributed_c10d._world.pg_group_ranks.values()
     if all(set(group) == set(ranks) for group in groups):
         return
-    found = [*map(torch.distributed.get_process_group_ranks, groups_of_ddp(parameters))]
+    found = [
+        torch.distributed.get_process_group_ranks(ddp["process_group"])
+        for ddp in ddps_of(parameters)
+    ]
     if found and all(set(group) != set(ranks) for group in found):
         raise ValueError(
             f"rank {world.current().rank}: DistributedDataParallel averages this model over ranks "

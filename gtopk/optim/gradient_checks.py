@@ -291,7 +291,7 @@ def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
         and torch.distributed.is_initialized()
     ):
         return
-    if groups_of_ddp(parameters):
+    if ddps_of(parameters):
         raise ValueError(
             "DistributedDataParallel and DistributedOptimizer both reduce this model's "
             "gradients, and DDP sends them whole: give DistributedOptimizer the plain model, "
@@ -299,8 +299,8 @@ def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
         )
 
 
-def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
-    """Return the process group of each DDP that reduces gradients of these parameters.
+def ddps_of(parameters: Iterable[torch.Tensor]) -> list[Mapping[str, Any]]:
+    """Return the attributes of each DDP that reduces gradients of these parameters.
 
     DDP leaves no mark on a parameter, but keeps its parameters in a list, which the garbage
     collector can find from a parameter. Do not walk all objects instead: that would hold tuples
@@ -317,7 +317,7 @@ def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
         if "reducer" in attributes and any(
             attributes.get("_module_parameters") is each for each in lists
         ):
-            found.append(attributes["process_group"])
+            found.append(attributes)
     return found
 
 

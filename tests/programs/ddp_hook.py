@@ -297,6 +297,93 @@ def test_frozen_layer_stays_unchanged_and_keeps_its_residual() -> None:
     assert_alike(model)
 
 
+def warnings_of_steps(call: Callable[[], object]) -> list[str]:
+    return [text for text in logged(call) if "SGD steps " in text]
+
+
+def test_parameters_that_ddp_does_not_reduce_are_an_error_by_name() -> None:
+    def thawed() -> tuple[Any, torch.optim.Optimizer]:
+        net = Net()
+        net.layers[2].requires_grad_(False)
+        return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def added() -> tuple[Any, torch.optim.Optimizer]:
+        net = Net()
+        net.layers[2] = torch.nn.Identity()
+        return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    for make in (thawed, added):
+        net, optimizer = make()
+        model = DistributedDataParallel(net, **SMALL_BUCKETS)
+        model.register_comm_hook(GTopKState(0.05), gtopk_hook)
+
+        def step(number: int, model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+
+        assert warnings_of_steps(lambda step=step: step(0)) == []
+        if make is thawed:
+            net.layers[2].requires_grad_(True)
+        else:
+            net.layers[2] = torch.nn.Linear(12, 12, dtype=torch.float64)
+            optimizer.add_param_group({"params": net.layers[2].parameters()})
+        before = weights(model)
+        raises(
+            ValueError, lambda step=step: step(1), f"rank {RANK}: ", "'layers.2.", "Wrap the model"
+        )
+        assert torch.equal(weights(model), before)
+        # As the error says.
+        model = DistributedDataParallel(net, **SMALL_BUCKETS)
+        model.register_comm_hook(GTopKState(0.05), gtopk_hook)
+        train(model, range(2, 4))
+        assert_alike(model)
+
+
+def test_parameter_that_ddp_was_told_to_ignore_is_the_scripts() -> None:
+    net = Net()
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(net, ["layers.2.weight"])
+    model = DistributedDataParallel(net, **SMALL_BUCKETS)
+    model.register_comm_hook(GTopKState(0.05), gtopk_hook)
+    assert warnings_of_steps(lambda: train(model, range(1))) == []
+
+
+def test_gradients_that_the_hook_did_not_get_are_warned_of_once() -> None:
+    model, own = wrapped(GTopKState(0.05)), torch.nn.Parameter(torch.ones(12, dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), own], lr=0.1)
+
+    def steps(forward: Any) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            (forward(batch(step)) * own).square().mean().backward()
+            optimizer.step()
+
+    (text,) = warnings_of_steps(lambda: steps(model))
+    assert f"rank {RANK}: SGD steps a parameter of shape [12] that is outside the hook's" in text
+    own.requires_grad_(False)
+    assert warnings_of_steps(lambda: steps(model)) == []
+    (text,) = warnings_of_steps(lambda: steps(model.module))
+    assert f"rank {RANK}: SGD steps with this rank's own gradients" in text
+    model = wrapped(GTopKState(0.05))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.ones(())
+    (text,) = warnings_of_steps(lambda: steps(model.module))
+    assert f"rank {RANK}: SGD steps with this rank's own gradients" in text
+    # Two optimizers may share a pass.
+    model = wrapped(GTopKState(0.05))
+    parts = [[*model.parameters()][part::2] for part in range(2)]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+
+    def step_both() -> None:
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            for each in optimizers:
+                each.step()
+
+    assert warnings_of_steps(step_both) == []
+
+
 def test_discarded_gradient_kept_from_the_hook_moves_no_weight_later() -> None:
     """For example a discriminator's gradient from the generator's loss."""
     for frozen in (False, True):
