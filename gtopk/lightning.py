@@ -93,8 +93,10 @@ class GTopK(Callback):
         trainer.gradient_clip_val, self._clip_val = None, norm
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the Trainer's gradient_clip_val."""
+        """Restore the Trainer's gradient_clip_val, and leave the module to other code."""
         self._is_fitting = False
+        if self.state is not None:
+            self.state.retire()
         if self._clip_val is not None:
             trainer.gradient_clip_val, self._clip_val = self._clip_val, None
 

@@ -171,7 +171,9 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Restore Trainer's max_grad_norm."""
+        """Restore Trainer's max_grad_norm, and leave the model and the optimizer to other code."""
+        if self.state is not None:
+            self.state.retire()
         args.max_grad_norm, self._max_grad_norm = args.max_grad_norm or self._max_grad_norm, 0.0
 
     def _load(
@@ -221,6 +223,12 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
 def _exchange(callback: GTopK, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange a bucket with the callback's current state."""
     assert callback.state is not None
+    assert callback._trainer is not None
+    if callback not in callback._trainer.callback_handler.callbacks:
+        raise RuntimeError(
+            "gtopk.transformers.GTopK was removed from its Trainer, but DistributedDataParallel "
+            "cannot give up the hook: make a new Trainer without the callback"
+        )
     return gtopk_hook(callback.state, bucket)
 
 

@@ -225,6 +225,14 @@ assert all(torch.equal(weights(ended), other) for other in hvd.allgather(weights
 with pytest.raises(ValueError, match="use 'norm'"):
     fit([GTopK()], model=ByAdamW(), gradient_clip_val=0.5, gradient_clip_algorithm="value")
 
+# After a fit the module and a new optimizer train without the callback, although it still lives.
+callback = GTopK(density=0.1)
+model = fit([callback], model=ByAdamW())
+assert callback.state.makes_adam_steps
+fit([], model=model)
+mine = weights(model)
+assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+
 # With a correction the Trainer would clip steps to a norm meant for gradients.
 with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5 is .* with momentum_correction"):
     fit([GTopK(0.1, momentum_correction=0.9)], gradient_clip_val=0.5)

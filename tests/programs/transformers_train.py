@@ -222,5 +222,18 @@ for correction in ({"adam_correction": (0.9, 0.999)}, {"momentum_correction": 0.
     trainer = made([GTopK(density=0.05, **correction)], FOLDER / "no", optimizer=sgd)
     with pytest.raises(ValueError, match=r"max_grad_norm=1 is .*_correction.*give TrainingArg"):
         trainer.train()
+
+
+# A callback that is removed would leave its hook in DDP.
+class Removes(transformers.TrainerCallback):
+    """Removes the other callback after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        trainer.remove_callback(GTopK)
+
+
+trainer = made([GTopK(density=0.05), Removes()], FOLDER / "no", optimizer=sgd, save_strategy="no")
+with pytest.raises(RuntimeError, match=r"GTopK was removed .* make a new Trainer"):
+    trainer.train()
 print("Trainer uses gTop-k\n", end="", flush=True)
 torch.distributed.destroy_process_group()
