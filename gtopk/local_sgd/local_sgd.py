@@ -366,6 +366,7 @@ class _LocalSGD(Wrapping):
         says that it has no state for the outer optimizer.
         Raises ValueError for a state of another format.
         """
+        optimizer_checkpoint.require_state(state_dict)
         own = state_dict.get(_KEY)
         # Before any change: a state of another version must leave this optimizer unchanged.
         if own is not None and own.get("format") != _FORMAT:
@@ -484,12 +485,12 @@ def LocalSGD(
         )
     if not world.is_initialized():
         world.init()
-    outer = outer or (averaging if isinstance(compression, ErrorFeedback) else nesterov)
+    usual = averaging if isinstance(compression, ErrorFeedback) else nesterov
     distributed: _LocalSGD = wrap(optimizer, _LocalSGD)
     distributed._distribute(
         named_parameters,
         inner_steps,
-        outer,
+        usual if outer is None else outer,
         compression,
         overlap_steps,
         fragments,

@@ -339,6 +339,7 @@ class _AdasumOptimizer(Wrapping):
 
         Warns if the state has residuals: op=Adasum cannot send them, so they are lost.
         """
+        optimizer_checkpoint.require_state(state_dict)
         self._discard_progress()
         self._skipped.end_row()
         super().load_state_dict(state_dict, *args, **kwargs)

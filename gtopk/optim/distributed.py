@@ -355,6 +355,7 @@ class _DistributedOptimizer(Readings):
 
         A plain optimizer's state leaves the residual unchanged. Raises as `require_plain` does.
         """
+        optimizer_checkpoint.require_state(state_dict)
         if not self._makes_adam_steps:
             adam_step.require_plain(state_dict["state"].values(), self._world.rank)
         self._synchronized, self._skip, self._agreed = False, False, None

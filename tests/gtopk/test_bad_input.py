@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
-from collectives.transports import Transport
+from collectives.transports import Transport, local_world
+from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
+from gtopk.local_sgd import LocalSGD
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.reduce_ops import Adasum
 from gtopk.runtime.coordinator import Engine
+from gtopk.runtime.world import world
 from tests.matrix import some_of
 
 
@@ -29,6 +36,22 @@ def test_ranks_with_different_versions_do_not_start(request, launcher: str, rank
     job = request.getfixturevalue(launcher)(ranks, "versions.py")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("the other version was reported") == ranks, job.stdout + job.stderr
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        partial(DistributedOptimizer, compression=Compression.gtopk(0.5)),
+        partial(DistributedOptimizer, op=Adasum),
+        partial(LocalSGD, inner_steps=2),
+    ],
+)
+def test_loading_none_raises_and_names_the_ways_to_get_a_state(wrap) -> None:
+    """As gather_state() returns it on all ranks but one."""
+    with world.entered(local_world(1)[0]):
+        optimizer = wrap(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
+        with pytest.raises(TypeError, match=r"got None; gather_state\(\) returns .* root only"):
+            optimizer.load_state_dict(None)
 
 
 def test_rank_may_leave_early_after_a_disagreement(threads) -> None:

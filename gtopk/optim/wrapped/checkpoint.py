@@ -85,6 +85,16 @@ def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: 
     whole["state"] = {**ordered, **state}
 
 
+def require_state(state: object) -> None:
+    """Raise TypeError for a state that is no mapping, such as None."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "load_state_dict() takes the dict that an optimizer's state_dict() returned, got "
+            f"{state!r:.99}; gather_state() returns one on its root only: let every rank load that "
+            "from a file, or send it with hvd.broadcast_object"
+        )
+
+
 def save(owner: ResidualOwner) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
     residuals, bucket_exchanges = owner.export_state()

@@ -427,6 +427,7 @@ def test_default_outer_momentum_is_0_with_a_residual() -> None:
         ({"compression": "gtopk"}, "compression must be"),
         ({"process_set": [0]}, r"process_set must be a ProcessSet, .* got \[0\]"),
         ({"outer": "nesterov"}, "outer= must be a function of a list of parameters, got 'nest"),
+        ({"outer": []}, r"outer= must be a function of a list of parameters, got \[\]"),
         (
             {"outer": lambda parameters: None},
             "the result of outer= must be a torch.optim.Optimizer",
