@@ -8,6 +8,7 @@ every rank raises the same TypeError, and no rank waits for the object.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -44,8 +45,9 @@ def broadcast_parameters(
     params: model.state_dict(), model.named_parameters(), model.parameters(), or a list of tensors
         or (name, tensor) pairs. A dict is sent in the order of its sorted keys, anything else in
         its own order.
-    Raises ValueError for any other `params`. Raises HorovodInternalError, on every rank, if the
-    ranks disagree on a name, dtype or shape, or a tensor (sparse, quantized) cannot be sent.
+    Raises ValueError for any other `params`, also for a generator that has been read to its end.
+    Raises HorovodInternalError, on every rank, if the ranks disagree on a name, dtype or shape, or
+    a tensor (sparse, quantized) cannot be sent.
     """
     named = _named(params)
     restore_centers(tensor for _, tensor in named)
@@ -55,6 +57,11 @@ def broadcast_parameters(
 def _named(params: object) -> list[Named]:
     """Return names and tensors from the argument of `broadcast_parameters`."""
     pairs: Iterable[Any]
+    if isinstance(params, GeneratorType) and params.gi_frame is None:
+        raise ValueError(
+            "params is a generator that has already been read to its end, and nothing would be "
+            "broadcast: call model.named_parameters() again"
+        )
     if isinstance(params, Mapping):
         pairs = sorted(((str(k), v) for k, v in params.items()), key=lambda pair: pair[0])
     # A Sequential is iterable, too: over its layers.

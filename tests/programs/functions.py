@@ -114,6 +114,9 @@ def test_broadcast_parameters_refuses_other_types() -> None:
     model = make_model(RANK)
     raises(ValueError, lambda: hvd.broadcast_parameters(torch.ones(2), 0), "invalid params of type")
     raises(ValueError, lambda: hvd.broadcast_parameters(None, 0), "invalid params of type")
+    named = torch.nn.Linear(2, 2).named_parameters()
+    assert len([*named]) == 2
+    raises(ValueError, lambda: hvd.broadcast_parameters(named, 0), "read to its end")
     raises(ValueError, lambda: hvd.broadcast_parameters(model, 0), "pass model.state_dict()")
     layers = [*model]
     raises(ValueError, lambda: hvd.broadcast_parameters(layers, 0), "number 0 is of type", "Conv2d")
