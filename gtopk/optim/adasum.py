@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -44,7 +44,7 @@ from .expected_step import ExpectedStep
 from .gradient_checks import SharedParameters
 from .hooks import BackwardHooks
 from .peers import Peers
-from .step_checks import SkippedSteps
+from .step_checks import ReplicaCheck, SkippedSteps
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.wrapping import Wrapping, wrap
 
@@ -111,6 +111,14 @@ class Deltas:
         return decompressed
 
 
+class _Replicas(NamedTuple):
+    """The parameters of all ranks, for `ReplicaCheck`; progress: the steps in this world."""
+
+    names: Mapping[torch.nn.Parameter, str]
+    progress: Progress
+    peers: Peers
+
+
 _log = logging.getLogger("gtopk")
 _KEY: Final = "adasum"
 _FORMAT: Final = 1
@@ -151,6 +159,9 @@ class _AdasumOptimizer(Wrapping):
         """Enter a world: the first, or the next one after `shutdown` or a failure."""
         self._world = here
         self._name = f"deltas.{here.name_optimizer(self._parameter_names.values())}"
+        peers = Peers(here, here.engine, self._name, range(here.size), takes_part=True)
+        self._replicas = _Replicas(self._parameter_names, Progress(), peers)
+        self._check = ReplicaCheck(self._replicas, None, None)
         self._expected: ExpectedStep | None = None  # before the first exchange
         self._are_finite: bool | None = None  # gradients, on all ranks; None: not agreed yet
 
@@ -248,8 +259,11 @@ class _AdasumOptimizer(Wrapping):
         done = bool(finite) and self._step_together()
         if done:
             self._skipped.end_row()
+            self._replicas.progress.steps += 1
         self._report(not done)
         self._world.step += 1
+        self._check.await_step(updates=done)
+        self._check.after_step(self.state)
         return loss
 
     @torch.no_grad()
@@ -285,10 +299,8 @@ class _AdasumOptimizer(Wrapping):
     def _log_expected_step(self, deltas: Deltas) -> None:
         """Before the first exchange, let rank 0 log the cost model's advice."""
         if self._expected is None:
-            ranks = range(self._world.size)
-            peers = Peers(self._world, self._world.engine, self._name, ranks, takes_part=True)
             self._expected = ExpectedStep(Compression.none, Progress(), uncovered="op=Adasum")
-            self._expected.measure([deltas], peers)
+            self._expected.measure([deltas], self._replicas.peers)
 
     def _note_skip(self, why: str) -> None:
         warning = "rank %d: step %d is skipped on every rank: %s"

@@ -44,6 +44,20 @@ def distributed(parameters: Any, **options: Any) -> Any:
     return DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=Adasum, **options)
 
 
+def test_replicas_that_start_differently_are_warned_of(threads, caplog):
+    def program(transport: LocalTransport) -> None:
+        parameter = torch.nn.Parameter(torch.full((3,), float(transport.rank)))
+        with world.entered(transport):
+            optimizer = distributed([parameter])
+            for _ in range(3):
+                parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        threads(2, program)
+    assert sum("replicas are not the same" in text for text in caplog.messages) == 2
+
+
 def train(transport: LocalTransport, make: Callable[..., Any], **options: Any) -> torch.Tensor:
     """Train on this rank for some steps and return the parameters."""
     model = network()
