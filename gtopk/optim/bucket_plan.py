@@ -186,6 +186,7 @@ class Agreed(NamedTuple):
     records: of the buckets in rank 0's checkpoint.
     unsent:  names of parameters with a residual on any rank.
     sparse:  names of parameters with sparse gradients on any rank.
+    is_new:  whether any rank has loaded a state, or not planned all of the parameters before.
     """
 
     parts: list[Part]
@@ -193,6 +194,7 @@ class Agreed(NamedTuple):
     records: list[dict[str, Any]]
     unsent: set[str]
     sparse: set[str]
+    is_new: bool
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ class Plan:
     records: of the buckets in a checkpoint; empty if there is nothing to resume.
     steps:  taken by this rank.
     unsent: names of parameters with a residual on this rank.
+    is_new: whether this rank has loaded a state, or not planned all of the parameters before.
     """
 
     options: Options
@@ -215,6 +218,7 @@ class Plan:
     records: Sequence[Mapping[str, Any]]
     steps: int
     unsent: Sequence[str]
+    is_new: bool
 
     def signature(self) -> list[str]:
         """Return the options, shapes, dtypes and strides that must be equal on all ranks."""
@@ -233,16 +237,16 @@ class Plan:
 
         A parameter that is sparse, or has a residual, on any rank counts as such on all.
         """
-        gathered = transport.gather_object([list(self.sparse), list(self.unsent)])
-        sparse, unsent = (set().union(*each) for each in zip(*gathered, strict=True))
+        gathered = transport.gather_object([list(self.sparse), list(self.unsent), self.is_new])
+        *names, are_new = zip(*gathered, strict=True)
+        sparse, unsent = (set().union(*each) for each in names)
         # Only rank 0's: the order in which gradients became complete may differ between ranks.
         own_parts = self._arrange(sparse, transport.size) if transport.rank == 0 else []
         parts = [[part.how, part.numbers] for part in own_parts]
         announcement = transport.broadcast_object([parts, self.steps, list(self.records)])
         parts, steps, records = announcement
-        return Agreed(
-            [Part(how, numbers) for how, numbers in parts], steps, records, unsent, sparse
-        )
+        agreed = [Part(how, numbers) for how, numbers in parts]
+        return Agreed(agreed, steps, records, unsent, sparse, any(are_new))
 
     def open_bucket_exchanges(
         self, agreed: Agreed, name: str, progress: Progress, ranks: int

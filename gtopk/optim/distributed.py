@@ -163,7 +163,7 @@ class _DistributedOptimizer(Readings):
             self._reducer.apply(transaction)
             if self._makes_adam_steps:
                 self._agreed = adam_step.AgreedSteps(self._reducer.trained())
-        self._replicas.await_step(updates=not self._skip)
+        self._replicas.await_step(not self._skip, self._reducer.planned.started)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
         self.last_step = report(
@@ -444,8 +444,8 @@ def DistributedOptimizer(
         adam_correction, whose updates are far longer than gradients. With adam_steps="before",
         clip the mean gradient before the moments: each rank estimates its norm as the norm of its
         own gradient times a ratio learnt from shared samples; this excludes overlap.
-    check_every: compare the parameters of all ranks by hash, after the first step and after every
-        `check_every` steps; 0: never; None: every 100. Skipped steps do not count; steps that
+    check_every: compare the parameters of all ranks by hash, after the first step (also with a new
+        parameter or a loaded state) and after every `check_every` steps; 0: never; None: every 100. Skipped steps do not count; steps that
         other ranks take after this rank has joined do.
     on_divergence: what to do if they differ. "error": raise on every rank. "warn": warn. "heal":
         set each parameter and its optimizer state to that of more than half of the ranks, and

@@ -42,12 +42,15 @@ class PlannedBuckets:
 
     bucket_exchanges: in the order in which backward completes them; empty before the first plan.
     signature: a hash of the plan, equal on all ranks.
+    started: the steps before the last plan with a new parameter or a loaded state on any rank.
     """
 
     def __init__(self, names: ParameterNames, options: Options, progress: Progress) -> None:
         """progress: passed on to the exchanges; a plan sets its steps."""
         self.bucket_exchanges: list[AnyBucketExchange] = []
         self.signature = ""
+        self.started = 0
+        self._known: set[str] = set()  # names of parameters that were in a plan
         self._names = names
         self._options = options
         self._progress = progress
@@ -104,9 +107,12 @@ class PlannedBuckets:
             self._records,
             self.steps,
             nonzero_names(residuals),
+            self._loaded_steps is not None or not self._known.issuperset(names),
         )
         signature = plan.signature()
         agreed = _agree_on(plan, signature, peers)
+        self.started = agreed.steps if agreed.is_new else self.started
+        self._known.update(names)
         self._progress.steps = agreed.steps
         self.bucket_exchanges = plan.open_bucket_exchanges(
             agreed, peers.name, self._progress, peers.size

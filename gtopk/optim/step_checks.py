@@ -220,9 +220,9 @@ class Replicated(Protocol):
 class ReplicaCheck:
     """Compare an optimizer's replicas: call `await_step`, then `after_step`, on all ranks alike.
 
-    every: compare after the first step and every `every` steps; 0: never. Steps with an update
-        count, also those that other ranks take after this rank has joined. None: EVERY, and then
-        on_divergence defaults to "warn".
+    every: compare after the first step, also with a new parameter or a loaded state, and every
+        `every` steps; 0: never. Steps with an update count, also those that other ranks take after
+        this rank has joined. None: EVERY, and then on_divergence defaults to "warn".
     divergences: how many checks found that replicas differ without raising an error.
     """
 
@@ -238,16 +238,18 @@ class ReplicaCheck:
         self._is_due = False
         self.divergences = 0
 
-    def await_step(self, updates: bool) -> None:
+    def await_step(self, updates: bool, started: int = 0) -> None:
         """Decide whether to check after the step that was just exchanged.
 
+        started: the steps before this rank, or another one, began or loaded a state.
         updates: whether it has an update. Only such steps count, because all ranks count them
         alike. The world's step count does not work: it is lower on a rank that joined or had a
         failed step.
         """
         steps = self._replicated.progress.steps
-        # Also after the first step, where a forgotten broadcast shows.
-        is_time = self._every > 0 and (steps == 1 or steps % self._every == 0)
+        # Also after the first step, where a forgotten broadcast or load shows.
+        is_first = steps == started + 1
+        is_time = self._every > 0 and (is_first or steps % self._every == 0)
         self._is_due = updates and is_time and self._replicated.peers.size > 1
 
     def after_step(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:

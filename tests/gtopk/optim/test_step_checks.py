@@ -74,6 +74,31 @@ def test_missing_broadcast_is_reported_after_the_first_step(threads, caplog):
     assert "Start with broadcast_parameters" in caplog.text
 
 
+@pytest.mark.parametrize("change", ["load on rank 0", "load", "add", "thaw", "nothing"])
+def test_first_step_with_a_loaded_state_or_a_new_parameter_is_checked(threads, change):
+    """Its model may have been loaded, or its layer initialized, on each rank by itself."""
+
+    def program(transport: LocalTransport) -> int:
+        model = layers()
+        model[3].requires_grad_(change != "thaw")
+        part = model[:3] if change == "add" else model
+        with world.entered(transport):
+            optimizer = distribute(part)
+            take_steps(model, optimizer, 4)
+            state = optimizer.state_dict()
+            if change == "load" or (change == "load on rank 0" and transport.rank == 0):
+                optimizer.load_state_dict(state)
+            if change == "add":
+                optimizer.add_param_group({"params": model[3].parameters()})
+            model[3].requires_grad_(True)
+            with torch.no_grad():
+                model[3].weight.add_(transport.rank)
+            take_steps(model, optimizer, 3)
+            return optimizer.divergences
+
+    assert threads(2, program) == [change != "nothing"] * 2
+
+
 def test_replicas_are_checked_every_100_steps_by_default(threads, caplog):
     def program(transport: LocalTransport) -> int:
         model = layers()
