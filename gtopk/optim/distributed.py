@@ -445,8 +445,8 @@ def DistributedOptimizer(
         clip the mean gradient before the moments: each rank estimates its norm as the norm of its
         own gradient times a ratio learnt from shared samples; this excludes overlap.
     check_every: compare the parameters of all ranks by hash, after the first step (also with a new
-        parameter or a loaded state) and after every `check_every` steps; 0: never; None: every 100. Skipped steps do not count; steps that
-        other ranks take after this rank has joined do.
+        parameter or a loaded state) and every `check_every` steps; 0: never; None: every 100.
+        Skipped steps do not count; steps that other ranks take after this rank has joined do.
     on_divergence: what to do if they differ. "error": raise on every rank. "warn": warn. "heal":
         set each parameter and its optimizer state to that of more than half of the ranks, and
         warn; without such a majority it is an error. Residuals differ between ranks by design, and
