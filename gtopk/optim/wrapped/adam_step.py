@@ -138,8 +138,8 @@ class AgreedSteps:
         if any(map(self.is_changed, self._versions)):
             raise ValueError(
                 "gradients were changed between synchronize() and step(), when they hold the "
-                "agreed steps of AdamW, not gradients: clip before synchronize(), or with "
-                "local_clip_norm; adam_steps='after' steps with agreed gradients"
+                "agreed steps of AdamW, not gradients: use global_clip_norm=, which clips the mean "
+                "gradient before the moments; adam_steps='after' steps with agreed gradients"
             )
 
 
