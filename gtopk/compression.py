@@ -172,8 +172,6 @@ class ErrorFeedback:
 class SparseCompression(ErrorFeedback):
     """Send the k = density * n entries of largest magnitude."""
 
-    # Lower: less traffic, slower convergence per step. With fewer than about 500 entries a step
-    # accuracy suffers: small models need 0.01 or more.
     density: float = 0.001
     _: KW_ONLY
     # Above 0: the density falls from `warmup_from` to `density` over this many steps, by an equal
@@ -228,7 +226,10 @@ class SparseCompression(ErrorFeedback):
 
 @dataclass(frozen=True)
 class TopK(SparseCompression):
-    """Send every rank's k entries to every rank; an update has up to k * world size entries."""
+    """Send every rank's k entries to every rank; an update has up to k * world size entries.
+
+    Use it on two ranks: it sends as much as gtopk there, and merges less.
+    """
 
     algorithm: ClassVar[str] = "topk-allgather"
 
@@ -243,11 +244,12 @@ class GTopK(SparseCompression):
         convergence per step. With fewer than about 500 entries a step accuracy suffers.
     warmup_steps, warmup_from: start at density `warmup_from` and reach `density` after
         `warmup_steps` steps.
-    growth: the update has up to growth * k entries. Higher: better convergence for a few more
-        bytes; the paper uses 1.
-    momentum_correction: apply SGD's momentum, for example 0.9, before the selection, and set the
-        optimizer's own to 0; this converges better than momentum after the selection.
-        factor_masking: clear the velocity of sent entries.
+    growth: the update has up to growth * k entries. The paper uses 1; 2 sends no extra byte on a
+        power of two ranks, and loses less accuracy. Higher: better convergence on many ranks, for a
+        few more bytes in the last rounds.
+    momentum_correction: apply SGD's momentum, for example 0.9, before the selection, where it
+        converges better; set the optimizer's own to 0, and its weight decay to 1 / (1 - momentum)
+        times as much. factor_masking: clear the velocity of sent entries.
     adam_correction: Adam's betas, to compute Adam's steps before the selection; the optimizer must
         be plain SGD.
     dense, dense_vectors, dense_under: parameters that are sent whole: those whose name matches a
@@ -258,8 +260,6 @@ class GTopK(SparseCompression):
     """
 
     _: KW_ONLY
-    # Higher: wider updates, for a few more bytes in the last rounds. The paper uses 1; 2 sends no
-    # extra byte on a power of two ranks, and loses less accuracy (docs/tuning.md).
     growth: float = USUAL_GROWTH
 
     algorithm: ClassVar[str] = "gtopk"
@@ -270,11 +270,13 @@ class GTopK(SparseCompression):
 
 @dataclass(frozen=True)
 class OkTopK(SparseCompression):
-    """Send the exact top-k of all picks' sum, in P - 1 or more messages (Li and Hoefler 2022)."""
+    """Send the exact top-k of all picks' sum, in P - 1 or more messages (Li and Hoefler 2022).
+
+    k_out: the update has k_out * k entries. Higher: wider updates, more bytes to gather them; 4
+        costs about as much as gtopk on 32 ranks.
+    """
 
     _: KW_ONLY
-    # The update has k_out * k entries. Higher: wider updates, more bytes to gather them; 4 costs
-    # about as much as gtopk on 32 ranks.
     k_out: float = 1.0
 
     algorithm: ClassVar[str] = "oktopk"
@@ -286,15 +288,20 @@ class OkTopK(SparseCompression):
 
 @dataclass(frozen=True)
 class Hierarchical(SparseCompression):
-    """Sum inside each node, then exchange between nodes by gtopk or oktopk, a node as one rank."""
+    """Sum inside each node, then exchange between nodes by gtopk or oktopk, a node as one rank.
+
+    across: the method between nodes: "gtopk" or "oktopk". growth: that of gtopk between nodes.
+    inside: the sum inside a node. "picks": of each rank's picks. "dense": of whole gradients, from
+        which the node then picks (Shi et al. 2021, HiTopKComm): better picks, more bytes inside;
+        on the host only.
+    node_size: so many consecutive ranks are a node, for example those of a site; None: the ranks of
+        a host.
+    """
 
     _: KW_ONLY
-    across: str = "gtopk"  # or "oktopk"
-    growth: float = USUAL_GROWTH  # gtopk's, between nodes
-    # The sum inside a node. "picks": of each rank's picks. "dense": of whole gradients, from which
-    # the node then picks (Shi et al. 2021, HiTopKComm): better picks, more bytes inside; host only.
+    across: str = "gtopk"
+    growth: float = USUAL_GROWTH
     inside: str = "picks"
-    # A node is this many consecutive ranks, for example one site. None: a node is a host.
     node_size: int | None = None
 
     algorithm: ClassVar[str] = "hierarchical"
@@ -332,12 +339,15 @@ class Shards(SparseCompression):
     owner sums its part and sends the rounded sum to all ranks. Rounding errors, of each rank and of
     the owner, are kept until the shard's next turn. This works as well as a selection where all
     entries have similar magnitudes, as in Adam's steps, and costs less on many ranks.
+
+    period: each entry is sent once in this many steps. Higher: less traffic, but entries wait
+        longer, which costs more accuracy on more ranks (docs/tuning.md).
+    bits: of a value: 2, 3, 4, 8, 16 (bfloat16) or 32 (no rounding). Fewer: less traffic, more
+        rounding.
     """
 
     density: float = field(init=False, default=0.25)  # 1 / period
-    # Higher: less traffic, but each entry waits longer.
     period: int = 4
-    # Bits per value: 2, 3, 4, 8, 16 or 32 (no rounding). Fewer: less traffic, more rounding.
     bits: int = 3
     _: KW_ONLY
     warmup_steps: int = field(init=False, default=0)
@@ -374,22 +384,23 @@ class Shards(SparseCompression):
 class Automatic(ErrorFeedback):
     """Choose the method, dense included, that trains fastest here within a budget.
 
-    The choice is reviewed from measurements during training. Give the budget as density,
-    bytes_per_step or hide_behind_backward; without any of them it is the model's `usual_density`.
-    Among the methods within the budget, the one that would finish `steps` steps first is chosen,
-    counting the extra steps that narrow updates need (docs/tuning.md).
+    The choice is reviewed from measurements during training. Give at most one budget: density,
+    bytes_per_step or hide_behind_backward.
+
+    density: every sparse method sends this share of the entries, and the method is chosen that
+        would finish `steps` steps first, counting the extra steps that narrow updates need
+        (docs/tuning.md). Without any budget: the larger of 0.001 and 1000/n for n parameters.
+    bytes_per_step: the most that a rank sends in a step, in bytes; the method is chosen that then
+        updates the most coordinates.
+    hide_behind_backward: use the largest density whose exchange takes no longer than the backward
+        pass. Needs several buckets, so that exchanges overlap with it.
+    steps: of the whole training. Fewer: prefers methods that update more coordinates a step, dense
+        most of all.
     """
 
-    # Every sparse method sends this share of the entries.
     density: float | None = None
-    # The most that a rank sends in a step, in bytes; the method that then updates the most
-    # coordinates is chosen.
     bytes_per_step: float | None = None
-    # True: use the largest density whose exchange takes no longer than the backward pass. Needs
-    # several buckets, so that exchanges overlap with it.
     hide_behind_backward: bool = False
-    # Length of the whole training. Fewer: prefers methods that update more coordinates a step,
-    # dense most of all.
     steps: int = 10_000
     wire: str = "auto"
     # The residual makes up for rounding errors (docs/tuning.md).
