@@ -61,10 +61,12 @@ class GTopKState(HookState):
 
     Create one state per model; a step is one backward pass of that model.
 
-    density: the density of every bucket; `options` are the other options of Compression.gtopk. With
-        momentum_correction the optimizer's own momentum must be 0, otherwise its first step raises
-        an error; so does the first step of an Adam-like optimizer with adam_correction.
-    compression: a Compression.gtopk or Compression.shards, instead of density and options.
+    density: the density of every bucket; `options` are the other options of Compression.gtopk,
+        which says how to tune them. With momentum_correction the optimizer's own momentum must be
+        0, otherwise its first step raises an error; so does the first step of an Adam-like
+        optimizer with adam_correction.
+    compression: a Compression.gtopk or, for AdamW, Compression.shards, instead of density and
+        options.
     optimizer: the optimizer of all the model's parameters. If it is torch's Adam or AdamW, the hook
         computes its steps and selects from them, as DistributedOptimizer does: once backward ends,
         gradients are the agreed steps, and `step` applies them. Others get agreed gradients.

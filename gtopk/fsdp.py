@@ -92,9 +92,11 @@ def replicate(
     density: the density of every sharded module's gradients.
     optimizer: the optimizer of all the model's parameters. If it is torch's Adam or AdamW, each
         rank computes the steps of its shard and selects from them. They cannot be clipped then.
-    All other arguments are those of DDP's hook: see `gtopk.ddp.GTopKState`.
+    compression, adam_steps, local_residual, scaler, max_skipped_steps, options: as in
+        `gtopk.ddp.GTopKState`. Replicas are not compared: there is no check_every.
     Joins the ranks (`hvd.init`) if nobody has yet. Raises ValueError for options out of range, for
-    a model or mesh other than described, and for complex parameters.
+    a model or mesh other than described, and for complex parameters; TypeError for an option that
+    it does not have.
     """
     require_module(model)
     if not isinstance(replicas, DeviceMesh) or replicas.ndim != 1:

@@ -26,6 +26,11 @@ class Options:
     min_batch:      least samples of a rank; lowered to an equal share if that is less.
     max_batch:      most samples of this rank, to fit into its memory; at least a grain.
     grain:          sizes are multiples of it: larger => whole tiles of a GPU, coarser balance.
+    lr_scaling:     how the learning rate follows the samples of a step, or of this rank's batch in
+                    modes without a common step: "none", "linear", "sqrt"; "adascale" in "balanced".
+    loss_reduction: "mean" or "sum": whether the script's loss is its samples' mean or sum.
+    seed:           of the samples' order, unless the loader's sampler has a seed; of a stream's
+                    workers.
     """
 
     own: ClassVar[Collection[str]] = ("max_batch",)
@@ -72,6 +77,7 @@ class BalancedOptions(Options):
     """Further options of mode "balanced".
 
     interval:       steps in a window: more => steadier, slower to follow.
+    policy:         "equal_finish": a constant global batch; "goodput": also choose its size.
     noise_every:    steps between probes of the gradient noise; 0: no probes, or every 100 steps if
                     policy or lr_scaling need the noise. A probe costs a dense allreduce.
     min_global_batch, max_global_batch: the range for policy "goodput"; 0: global_batch.

@@ -66,7 +66,7 @@ __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) 
 }
 
 // The vectors that `mark` reads and writes. SOURCES: 0 adds nothing; 1 adds weight * gradient; 2 adds
-// the velocity after velocity = momentum * velocity + weight * gradient (Lin et al. 2018, section 3.1).
+// the velocity after velocity = momentum * velocity + weight * gradient (Lin et al. 2018, section 3.2).
 template <class Real, class Gradient> struct Vectors {
   const Real* residual_n;
   Real* sum_n;  // the residual itself, or memory beside it; so for the velocities
