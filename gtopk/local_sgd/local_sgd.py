@@ -432,9 +432,9 @@ def LocalSGD(
     overlap_steps or fragments only after `outer_step()`: call it before an evaluation. Otherwise
     the ranks agree on the center of every round, which `state_dict()` holds.
 
-    inner_steps: steps between two exchanges; None: the script calls `outer_step()`, on all ranks.
-        Ranks that make different numbers of steps need None: with a number, one rank's round would
-        end while another calls `outer_step()` at its epoch's end, which is an error on all ranks.
+    inner_steps: steps between two exchanges; more: less traffic, replicas that drift further apart.
+        None: the script calls `outer_step()`, on all ranks. Ranks that make different numbers of
+        steps need None: if one's round ends where another calls `outer_step()`, that is an error.
     outer: makes the optimizer that steps with the exchanged change, from a list of parameters.
         None: `nesterov`, as in DiLoCo; with a residual, which delays changes, `averaging`: momentum
         on top of late changes overshoots (docs/local_sgd.md).
