@@ -75,7 +75,7 @@ def reduce(
     """Agree on the k largest of the pairwise merged sums.
 
     growth: the last rounds keep up to growth * k entries: a larger update, in which fewer picks are
-            dropped, for more bytes.
+            dropped, for more bytes; 2 costs none on a power of two ranks (Compression.gtopk).
     """
     check_growth(growth)
     return split_result(reduce_list(selected, k, transport, format, growth))
