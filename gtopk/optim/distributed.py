@@ -415,8 +415,8 @@ def DistributedOptimizer(
     named_parameters: pairs of name and parameter, usually model.named_parameters().
     compression: Compression.none, .fp16, .bf16, .topk(density=...), .gtopk(density=...),
         .oktopk(density=...), .hierarchical(density=...), .shards(...), .auto(...), or a Compressor
-        class. Top-k methods weight by 1/world size before the selection (op=Average), keep unsent
-        values in a residual, and step with the agreed sparse update.
+        class; each says how to tune it. Top-k methods weight by 1/world size before the selection
+        (op=Average), keep unsent values in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes to accumulate before a step.
     op: Average or Sum; or Adasum, which combines the changes of each rank's own step (`adasum`):
         options for exchanging gradients do not apply then, and the script must clip them itself.
