@@ -455,8 +455,7 @@ def LocalSGD(
         SparseLoCo: changes that have waited for many rounds fade instead of being sent late, and
         that part is lost. 1: nothing is lost. Owners' rounding errors, of `shards`, do not decay.
     named_parameters: pairs of name and parameter, usually model.named_parameters(): for errors,
-        and for fragments, which find layers by name; without names, parameters are dealt one by
-        one.
+        and for fragments, which find layers by name; without names, parameters are dealt singly.
     process_set: the ranks that exchange; all of them step together. With DDP inside nodes each rank
         gives its counterparts on the other nodes, as [0, 2] and [1, 3]: DDP's ranks all exchange.
     max_skipped_steps: how many outer steps in a row may have replicas, or a sum of them, that are

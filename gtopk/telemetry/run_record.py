@@ -28,22 +28,14 @@ import torch
 from collectives.cores import usable_cores
 
 from .. import __version__
+from .. import settings as variables
 from ..errors import page
 from ..exchange.sparse_gradients import AnyBucketExchange
 from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.machine import processor
 from ..runtime.world import world
 from ..runtime.world.membership import World, WorldObserver, register
-from ..settings import (
-    MLFLOW,
-    PROMETHEUS,
-    RUN,
-    RUN_EVERY,
-    TENSORBOARD,
-    WANDB,
-    Address,
-    parse_address,
-)
+from ..settings import Address, parse_address
 from . import timeline
 from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
 from .reading import has_ended
@@ -81,12 +73,12 @@ class Settings(NamedTuple):
 def settings_from() -> Settings:
     """Return the settings from the environment; raise ValueError for invalid ones."""
     return Settings(
-        RUN.read(),
-        RUN_EVERY.read(),
-        TENSORBOARD.read(),
-        PROMETHEUS.read(),
-        WANDB.read(),
-        MLFLOW.read(),
+        variables.RUN.read(),
+        variables.RUN_EVERY.read(),
+        variables.TENSORBOARD.read(),
+        variables.PROMETHEUS.read(),
+        variables.WANDB.read(),
+        variables.MLFLOW.read(),
     )
 
 
@@ -263,15 +255,15 @@ def _sink_openers(world: World, settings: Settings) -> dict[str, partial[Any]]:
     """Return functions that open the requested sinks, by each one's environment variable."""
     found: dict[str, partial[Any]] = {}
     if settings.run:
-        found[RUN.name] = partial(LineFile, path_of(settings.run, world.rank))
+        found[variables.RUN.name] = partial(LineFile, path_of(settings.run, world.rank))
     if settings.prometheus is not None:
         host, port = settings.prometheus
         address = Address(host, port + world.local_rank if port else 0)
-        found[PROMETHEUS.name] = partial(Endpoint, address, world.rank)
+        found[variables.PROMETHEUS.name] = partial(Endpoint, address, world.rank)
     of_rank_0: dict[str, tuple[str, Callable[[str], Sink]]] = {
-        TENSORBOARD.name: (settings.tensorboard, Scalars),
-        WANDB.name: (settings.wandb, Wandb),
-        MLFLOW.name: (settings.mlflow, MLflow),
+        variables.TENSORBOARD.name: (settings.tensorboard, Scalars),
+        variables.WANDB.name: (settings.wandb, Wandb),
+        variables.MLFLOW.name: (settings.mlflow, MLflow),
     }
     for variable, (where, sink_type) in of_rank_0.items():
         if where and world.rank == 0:
