@@ -255,8 +255,7 @@ class OptimizerChecks:
     ) -> None:
         global _instances
         self.corrected = CorrectedGradients(compression, adam)
-        self._skips, self._compression = skips, compression
-        self._rank, self._ranks = rank, ranks
+        self._skips, self._compression, self._rank, self._ranks = skips, compression, rank, ranks
         self._logs_advice, self._hint, self._stepped = logs_advice, hint, stepped
         self.checked = WeakKeyDictionary[torch.optim.Optimizer, int]()
         # Optimizers that stepped before the first pass; parameters outside the model, warned of.
@@ -348,10 +347,13 @@ class OptimizerChecks:
         if len(self._ranks) < 2 or exchanges or self.is_retired or not is_checked:
             return
         own = self._skips.parameters()
-        stepped: set[torch.Tensor] = {
-            p for p in parameters_of(optimizer) if p.requires_grad and p.grad is not None
-        }
-        if self.checked.get(optimizer, 0) == self._skips.passes:
+        listed = [p for p in parameters_of(optimizer) if p.requires_grad and p.grad is not None]
+        is_exchanged = self.checked.get(optimizer, 0) != self._skips.passes
+        # By id, as nearly all steps end here: hashing a tensor calls Python code.
+        if is_exchanged and {*map(id, own)}.issuperset(map(id, listed)):
+            return
+        stepped: set[torch.Tensor] = {*listed}
+        if not is_exchanged:
             if not self._has_warned_of_own and self._are_own(stepped, own, optimizer):
                 self._has_warned_of_own = True
                 _log.warning(
