@@ -40,6 +40,7 @@ from ..optim.options import signature_of
 from ..optim.peers import Peers
 from ..optim.step_checks import (
     BUFFERS_KEPT,
+    EVERY,
     SkipCounter,
     checksums,
     name_culprits,
@@ -326,10 +327,16 @@ class OuterExchange:
 
         The replica may change meanwhile: the changes are copies.
         name: of the operation.
-        signature: as in `agree`. steps: how many this rank has made in the round.
+        signature: as in `agree`; after the first outer step, and every 100, also the model's bits.
+        steps: how many this rank has made in the round.
         preempted: this rank has received SIGTERM.
         """
         bucket_exchange = self._bucket_exchange
+        # Only now and then: it reads the whole model.
+        if self._progress.steps % EVERY == 1:
+            bits = zlib.crc32(checksums(center).tobytes())
+            where = "before the round (change it alike on all ranks, or on one and broadcast it)"
+            signature = [*signature, f"the model {bits:08x} {where}"]
         # z - x, the sign of a gradient: the outer optimizer subtracts it.
         changes = torch._foreach_sub(list(center), [p.detach() for p in self._names])
         frozen = [

@@ -14,6 +14,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
+from gtopk.errors import HorovodInternalError
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
 from gtopk.telemetry.reading import read_run
 from tests.gtopk.local_rounds import (
@@ -100,6 +101,25 @@ def test_change_is_conserved_and_replicas_are_equal_after_a_round(compression: A
             assert all(torch.equal(one, after[0]) for one in after)
             mean = sum(pseudo) / sum(steps)
             close(z[0] - after[0] + sum(e_after), sum(e) + mean)
+
+
+def test_model_changed_on_one_rank_between_rounds_raises_on_all() -> None:
+    def rank(transport: LocalTransport) -> None:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 2)
+
+        def take_round(turn: int) -> None:
+            for step in range(2 * turn, 2 * turn + 2):
+                backward(model, transport.rank, step)
+                optimizer.step()
+
+        take_round(0)
+        with torch.no_grad():
+            next(model.parameters()).add_(transport.rank)
+        with pytest.raises(HorovodInternalError, match=r"the model \w{8} before the round .*alike"):
+            take_round(1)
+
+    on_ranks(2, rank)
 
 
 def test_rank_without_a_step_has_weight_0() -> None:
