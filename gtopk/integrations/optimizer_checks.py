@@ -39,6 +39,7 @@ from ..optim.options import warn_of_few_entries
 from ..optim.step_checks import SkippedSteps
 from ..optim.wrapped.adam_step import AgreedSteps, groups_to_step_before, require_plain
 from ..optim.wrapped.wrapping import Wrapping
+from ..units import counted
 
 _all_skips: Final[WeakSet[HookSkips]] = WeakSet()
 
@@ -381,14 +382,15 @@ class OptimizerChecks:
                         "hook, after thawing or adding layers; or freeze them only after wrapping, "
                         "with find_unused_parameters=True"
                     )
-        for parameter in filter(new.__contains__, parameters_of(optimizer)):
-            self._foreign[parameter] = True
+        if foreign := [p for p in parameters_of(optimizer) if p in new]:
+            self._foreign.update(dict.fromkeys(foreign, True))
             _log.warning(
-                "rank %d: %s steps a parameter of shape %s that is outside the hook's model: its "
-                "gradient is not exchanged, so replicas will differ, unless the script does that",
+                "rank %d: %s steps %s outside the hook's model, the first of shape %s: these "
+                "gradients are not exchanged, so replicas will differ, unless the script does that",
                 self._rank,
                 type(optimizer).__name__,
-                list(parameter.shape),
+                counted(len(foreign), "parameter"),
+                list(foreign[0].shape),
             )
 
     def _are_own(
