@@ -16,7 +16,7 @@ Each line has "step", the library's count of steps. Each but "begin" has "second
 "begin", on rank 0's clock. A "begin" has "began_unix_seconds", the same on all ranks that began
 together. If the writer was killed, a file may end in the middle of a line.
 
-A record may be damaged, or written by another program. `validated` checks each line once
+A record may be damaged, or written by another program. `validated` checks each line once.
 Readers get the valid lines, and the number of invalid ones.
 """
 
