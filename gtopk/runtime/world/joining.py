@@ -212,13 +212,11 @@ def join(
 
     comm: an mpi4py communicator of the ranks to join, or a list of launched ranks that join.
     over, timeout_seconds: override GTOPK_TRANSPORT and GTOPK_TIMEOUT.
-    Raises ValueError for an invalid comm or setting, ImportError if the transport lacks a package,
+    Raises ValueError for an invalid comm, ImportError if the transport lacks a package,
     RuntimeError if the launcher's variables are not sufficient, PeerTimeoutError (or, inside MPI's
     start, ends the process) if a rank is missing, PeerError (or ends the process) if the launcher
     is gone. Ends the process if a rank that was started on this host has ended.
     """
-    # All of them now: the others would wait for a rank that fails in an operation.
-    settings.check_all()
     timeouts = _timeouts_seconds()
     if timeout_seconds is not None:
         timeouts = timeout_seconds, timeouts[1]

@@ -147,6 +147,8 @@ def init_on(transport: Transport, previous: World | None = None) -> None:
     remove_earlier(failures, transport.rank, transport.size)
     heartbeat = None
     try:
+        # All settings now, not within an operation. The others have joined, and get the error.
+        settings.check_all()
         heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
         logs.install_handler(transport.rank)
         if transport.rank == 0 and transport.size > 1:
