@@ -196,6 +196,7 @@ class Residual:
 
     def row_sums(self) -> tuple[float, float]:
         """Return sums of sampled squares for a shared second moment: the mean's and this rank's."""
+        self.read_options()  # the mean's are in the optimizer's state, which may just be loaded
         assert self._steps is not None
         own = float(self.after_last_step()[ROWS].sum()) / self._steps.share
         return self._steps.square_of_mean(), own

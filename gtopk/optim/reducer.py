@@ -341,13 +341,13 @@ class Reducer:
             self._shadow = None
         weight = 1.0 / self.peers.size if self.options.op == Average else 1.0
         loss = loss_scale(self.scaler)
-        by_adam = self.options.adam is not None
+        clips_mean = self.options.adam is not None and self.options.global_clip_norm is not None
         clip = LocalClip(
             [p.grad for p in self.trained()] if self._clips_before else [],
             self.options.local_clip_norm,
             loss,
-            allowed_mean=self.options.global_clip_norm if by_adam else None,
-            ratio=mean_square_ratio(self.planned.bucket_exchanges),
+            allowed_mean=self.options.global_clip_norm if clips_mean else None,
+            ratio=mean_square_ratio(self.planned.bucket_exchanges) if clips_mean else 1.0,
         )
         return StepTransaction(
             self.planned.bucket_exchanges,

@@ -105,6 +105,29 @@ def test_resumed_run_is_bit_identical(threads, compression, gathered):
         assert one[1].tobytes() == other[1].tobytes()
 
 
+def test_resumed_run_of_a_clipped_adamw_is_bit_identical(threads):
+    def program(transport: LocalTransport) -> None:
+        def wrapped() -> tuple[Any, Any]:
+            model = network()
+            adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+            options = {"bucket_bytes": 100, "global_clip_norm": 0.05}
+            named = model.named_parameters()
+            return model, DistributedOptimizer(adamw, named, Compression.gtopk(0.2), **options)
+
+        with world.entered(transport):
+            model, optimizer = wrapped()
+            take_steps(model, optimizer, transport.rank, range(4))
+            saved = save_and_load([model.state_dict(), optimizer.state_dict()])
+            take_steps(model, optimizer, transport.rank, range(4, 8))
+            resumed, again = wrapped()
+            resumed.load_state_dict(saved[0])
+            again.load_state_dict(saved[1])
+            take_steps(resumed, again, transport.rank, range(4, 8))
+            assert torch.equal(flat(resumed), flat(model))
+
+    threads(3, program)
+
+
 def gathered_state(threads: Any, size: int, compression: Any) -> tuple[Any, np.ndarray]:
     def program(transport: LocalTransport) -> Any:
         model = network()
