@@ -111,6 +111,15 @@ class PlannedBuckets:
         )
         signature = plan.signature()
         agreed = _agree_on(plan, signature, peers)
+        if agreed.steps and not self.steps and self._options.feedback is not None:
+            _log.warning(
+                "rank %d of %d has no residual: rank 0 goes on from step %d, and this rank loaded "
+                "nothing: what it had not sent is lost; let every rank save its own and load it, "
+                "by gtopk.save_checkpoint and gtopk.load_latest",
+                peers.rank,
+                peers.size,
+                agreed.steps,
+            )
         self.started = agreed.steps if agreed.is_new else self.started
         self._known.update(names)
         self._progress.steps = agreed.steps

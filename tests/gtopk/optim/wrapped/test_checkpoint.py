@@ -18,6 +18,7 @@ from gtopk.compression import Compression
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.optim.wrapped import checkpoint as optimizer_checkpoint
 from gtopk.runtime.world import world
+from gtopk.torch.functions import broadcast_optimizer_state
 from tests.gtopk.held import held
 
 KINDS = [
@@ -126,6 +127,29 @@ def test_resumed_run_of_a_clipped_adamw_is_bit_identical(threads):
             assert torch.equal(flat(resumed), flat(model))
 
     threads(3, program)
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.2)], ids=repr)
+def test_loading_on_rank_0_alone_warns_on_the_others(threads, caplog, compression):
+    """As scripts for Horovod do, which broadcast the rest of the state."""
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            model = network()
+            optimizer = distribute(model, compression)
+            take_steps(model, optimizer, transport.rank, range(3))
+            saved = optimizer.state_dict()
+            resumed = distribute(model, compression)
+            if transport.rank == 0:
+                resumed.load_state_dict(saved)
+            broadcast_optimizer_state(resumed, 0)
+            take_steps(model, resumed, transport.rank, range(3, 5))
+
+    threads(3, program)
+    lost = sorted(text for text in caplog.messages if "has no residual" in text)
+    assert len(lost) == (0 if compression == Compression.none else 2)
+    for rank, text in enumerate(lost, 1):
+        assert text.startswith(f"rank {rank} of 3 has no residual: rank 0 goes on from step 3")
 
 
 def gathered_state(threads: Any, size: int, compression: Any) -> tuple[Any, np.ndarray]:
