@@ -46,7 +46,7 @@ BUFFERS_KEPT: Final = (
 )
 _NOT_REPAIRED: Final = (
     "on_divergence='warn' leaves them different. Start with broadcast_parameters, and change "
-    "parameters alike on all ranks"
+    "parameters and learning rates alike on all ranks"
 )
 
 
