@@ -29,12 +29,7 @@ from ..compression import ErrorFeedback
 from ..errors import check_count, page
 from ..exchange.buckets.parameters import parameters_of
 from ..exchange.residual_state import plain_name
-from ..optim.gradient_checks import (
-    CorrectedGradients,
-    ddps_of,
-    log_advice,
-    require_one_momentum,
-)
+from ..optim.gradient_checks import CorrectedGradients, ddps_of, log_advice, require_one_momentum
 from ..optim.options import warn_of_few_entries
 from ..optim.step_checks import SkippedSteps
 from ..optim.wrapped.adam_step import AgreedSteps, groups_to_step_before, require_plain
