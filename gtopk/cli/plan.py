@@ -234,7 +234,13 @@ def parser() -> Command:
     )
     size = described.add_mutually_exclusive_group(required=True)
     size.add_argument("--elements", type=as_argument(count), help="parameters of the model")
-    size.add_argument("--model", choices=PARAMETERS, metavar="NAME", help="or its name, see below")
+    size.add_argument(
+        "--model",
+        type=as_argument(_model),
+        choices=PARAMETERS,  # for shell completion
+        metavar="NAME",
+        help="or its name, see below",
+    )
     option = described.option
     option("--ranks", count, None, "processes that train together", required=True)
     option("--bandwidth", bandwidth, None, "between nodes, such as 1gbit", required=True)
@@ -268,6 +274,15 @@ def parser() -> Command:
         f"SimGrid; more options: python mpi_scripts/{SIMULATED.name} --help",
     )
     return described
+
+
+def _model(text: str) -> str:
+    if text not in PARAMETERS:
+        raise ValueError(
+            f"'{text}' is none of {', '.join(PARAMETERS)}; for your own model give --elements, its "
+            "number of parameters"
+        )
+    return text
 
 
 def milliseconds(text: str) -> float:
