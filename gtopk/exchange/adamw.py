@@ -184,6 +184,11 @@ class AdamSteps:
                     self._init_late_joiner(number, int(state[STEP]), own)
             self._steps[number] = int(state[STEP])
 
+    @property
+    def frozen(self) -> int:
+        """How many of a hook's parameters are frozen, and have no sample."""
+        return self._hypers.count(None)
+
     def is_unchanged(self) -> bool:
         """Return whether the options are still the ones that `read` found."""
         return self._hypers == self._groups.read(self._parameters)

@@ -397,6 +397,7 @@ class HookState(ABC):
             [
                 *signature,
                 bucket_exchange.signature,
+                f"{bucket_exchange.adam.frozen if bucket_exchange.adam else 0} frozen parameters",
                 f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
             ],
             work,

@@ -508,6 +508,14 @@ def test_frozen_layer_keeps_its_weights_moments_and_residual() -> None:
         assert_alike(model)
 
 
+def test_layer_frozen_on_one_rank_only_is_named_in_the_error() -> None:
+    model, optimizer, _ = hooked(buckets={**SMALL_BUCKETS, "find_unused_parameters": True})
+    train(model, optimizer, range(2))
+    model.module.layers[2].requires_grad_(RANK != 1)
+    with pytest.raises(RuntimeError, match=r"rank 0: 0 frozen parameters; .*rank 1: [12] frozen"):
+        train(model, optimizer, range(2, 3))
+
+
 def test_layer_can_be_thawed_or_frozen_by_rewrapping_the_model() -> None:
     """DDP only knows the layers that were trainable when it was created."""
     net = Net()
