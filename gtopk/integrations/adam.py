@@ -255,6 +255,7 @@ class HookedAdam:
                 f"rank {self.peers.world.rank}: gradients were changed between backward() and "
                 "step(), but there they hold the agreed steps of AdamW: leave out "
                 f"clip_grad_norm_ (or a trainer's option for it). {self._clipping}; "
+                "last_step.gradient_norm is the norm, where only that is wanted; "
                 "with adam_steps='after' the optimizer steps with agreed gradients"
             )
         raise ValueError(
