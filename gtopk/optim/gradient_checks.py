@@ -115,9 +115,12 @@ def log_advice(optimizer: torch.optim.Optimizer, compression: object, hint: str 
 
 def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer scales its steps by past gradients: Adam, RMSprop, Rprop."""
-    # These options show it, also of classes from other libraries; SGD has none of them.
+    # These options show it, also of classes from other libraries. LARS and Muon have eps, too, but
+    # scale whole tensors; like SGD they have Nesterov's momentum.
     return any(
-        not group.keys().isdisjoint(("betas", "eps", "etas")) for group in optimizer.param_groups
+        not group.keys().isdisjoint(("betas", "etas"))
+        or ("eps" in group and "nesterov" not in group)
+        for group in optimizer.param_groups
     )
 
 

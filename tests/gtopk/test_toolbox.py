@@ -440,6 +440,13 @@ def test_density_that_sends_too_few_entries_is_warned_of(caplog, density, warned
     assert ("use density=0.05 or more" in caplog.text) == warned
 
 
+class Lars(torch.optim.SGD):
+    """LARS's options: it scales whole tensors, so it has an eps, too."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__([{"params": parameters, "eps": 1e-8}], lr=lr)
+
+
 @pytest.mark.parametrize(
     ("kind", "compression", "warned"),
     [
@@ -451,6 +458,7 @@ def test_density_that_sends_too_few_entries_is_warned_of(caplog, density, warned
         (torch.optim.Adagrad, Compression.gtopk(0.1), True),
         (torch.optim.Adadelta, Compression.gtopk(0.1), True),
         (torch.optim.Rprop, Compression.gtopk(0.1), True),
+        (Lars, Compression.gtopk(0.1), False),
         (torch.optim.RMSprop, Compression.fp16, False),
         (torch.optim.AdamW, Compression.fp16, False),
         (torch.optim.SGD, Compression.topk(0.1), False),
