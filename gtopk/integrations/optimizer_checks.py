@@ -35,6 +35,7 @@ from ..optim.step_checks import SkippedSteps
 from ..optim.wrapped.adam_step import AgreedSteps, groups_to_step_before, require_plain
 from ..optim.wrapped.wrapping import Wrapping
 from ..units import counted
+from .passes import has_hook, in_other_ddp
 
 _all_skips: Final[WeakSet[HookSkips]] = WeakSet()
 
@@ -254,11 +255,12 @@ class OptimizerChecks:
         self._skips, self._compression, self._rank, self._ranks = skips, compression, rank, ranks
         self._logs_advice, self._hint, self._stepped = logs_advice, hint, stepped
         self.checked = WeakKeyDictionary[torch.optim.Optimizer, int]()
-        # Optimizers that stepped before the first pass; parameters outside the model, warned of.
+        # Optimizers that stepped before the first pass; parameters outside the model, searched for
+        # once, as that takes a tenth of a second.
         self._waiting = WeakSet[torch.optim.Optimizer]()
         self._foreign = WeakTensorKeyDictionary()
         # Not derived from `checked`, because a replaced optimizer disappears from it.
-        self._has_warned = self._has_warned_of_own = self._has_stepped = False
+        self._has_warned = self._has_searched_own = self._has_stepped = False
         self._note = None if residuals is None else ResidualNote(residuals)
         self._retire = None if retire is None else weakref.WeakMethod(retire)
         self.is_retired = False
@@ -350,8 +352,8 @@ class OptimizerChecks:
             return
         stepped: set[torch.Tensor] = {*listed}
         if not is_exchanged:
-            if not self._has_warned_of_own and self._are_own(stepped, own, optimizer):
-                self._has_warned_of_own = True
+            if not self._has_searched_own and self._are_own(stepped, own, optimizer):
+                self._has_searched_own = True
                 _log.warning(
                     "rank %d: %s steps with this rank's own gradients, as the hook did not get "
                     "those of the last pass (within no_sync(), or of a call of model.module): "
@@ -362,10 +364,9 @@ class OptimizerChecks:
             return
         for skips in _all_skips:
             stepped.difference_update(skips.parameters())
-        new = {p for p in stepped if p not in self._foreign and not self._is_sharded(p)}
-        if not new or not (new := new - _in_plain_ddp(new)):
-            return
-        for ddp in ddps_of(own):
+        found = {p for p in stepped if p not in self._foreign and not self._is_sharded(p)}
+        new = found - in_other_ddp(found)
+        for ddp in ddps_of(own) if new else ():
             for name, parameter in ddp["_modules"]["module"].named_parameters():
                 if parameter in new and name in ddp["parameters_to_ignore"]:
                     new.remove(parameter)  # the script has told DDP to leave it out
@@ -377,8 +378,8 @@ class OptimizerChecks:
                         "hook, after thawing or adding layers; or freeze them only after wrapping, "
                         "with find_unused_parameters=True"
                     )
+        self._foreign.update(dict.fromkeys(found, True))
         if foreign := [p for p in parameters_of(optimizer) if p in new]:
-            self._foreign.update(dict.fromkeys(foreign, True))
             _log.warning(
                 "rank %d: %s steps %s outside the hook's model, the first of shape %s: these "
                 "gradients are not exchanged, so replicas will differ, unless the script does that",
@@ -396,15 +397,16 @@ class OptimizerChecks:
         if not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
             return False
         if self._skips.passes:
-            return bool(stepped.intersection(own) - _in_plain_ddp(own))
+            mine = stepped.intersection(own)
+            self._has_searched_own = bool(mine)
+            return not mine.issubset(in_other_ddp(mine))
         if optimizer in self._waiting:
             return False
         # The hook has never been called: its model shows only in DDP.
         self._waiting.add(optimizer)
         for skips in _all_skips:
             stepped.difference_update(skips.parameters())
-        hooks = (hook for ddp in ddps_of(stepped) for hook, _ in ddp["_comm_hooks"])
-        return any(hook.__module__.startswith("gtopk.") for hook in hooks)
+        return any(map(has_hook, ddps_of(stepped)))
 
     def _is_sharded(self, parameter: Any) -> bool:
         """Return whether FSDP exchanges a parameter's gradient among all these ranks."""
@@ -417,12 +419,6 @@ class OptimizerChecks:
         if optimizer in self.checked:
             self._skips.is_due = False
             self.checked[optimizer] = self._skips.passes
-
-
-def _in_plain_ddp(parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
-    """Return the parameters of each DDP without a hook that has any of these."""
-    plain = [ddp for ddp in ddps_of(parameters) if not ddp["_comm_hooks"]]
-    return {parameter for ddp in plain for parameter in ddp["_module_parameters"]}
 
 
 class PassWatch:

@@ -12,9 +12,9 @@ frozen parameter, or of one that is now in no bucket, is kept separately.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
@@ -461,6 +461,18 @@ def refuse_another_group(parameters: Sequence[torch.Tensor], ranks: Sequence[int
             f"{found[0]}, and the state of its hook over ranks {list(ranks)}: use the same group "
             "for both, GTopKState(process_group=model.process_group)"
         )
+
+
+def has_hook(ddp: Mapping[str, Any]) -> bool:
+    """Return whether a DDP has a hook of gtopk, also one that a function of the script calls."""
+    hooks = (each for hook, state in ddp["_comm_hooks"] for each in (hook, type(state)))
+    return any(each.__module__.startswith("gtopk.") for each in hooks)
+
+
+def in_other_ddp(parameters: Collection[torch.Tensor]) -> set[torch.Tensor]:
+    """Return the parameters of each DDP without a hook of gtopk that has any of these."""
+    others = [ddp for ddp in ddps_of(parameters) if not has_hook(ddp)] if parameters else []
+    return {parameter for ddp in others for parameter in ddp["_module_parameters"]}
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

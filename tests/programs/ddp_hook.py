@@ -7,12 +7,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch._dynamo.config  # before any optimizer: models are compiled here
 from checks import BETAS, logged, raises, same_everywhere, train_beside_adamw, weights
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gtopk
@@ -97,7 +99,7 @@ def train(
 
 
 def wrapped(state: GTopKState | None, **options: Any) -> Any:
-    model = DistributedDataParallel(Net(), **{**SMALL_BUCKETS, **options})
+    model = DistributedDataParallel(**{"module": Net(), **SMALL_BUCKETS, **options})
     if state is not None:
         model.register_comm_hook(state, gtopk_hook)
     return model
@@ -382,6 +384,38 @@ def test_gradients_that_the_hook_did_not_get_are_warned_of_once() -> None:
                 each.step()
 
     assert warnings_of_steps(step_both) == []
+
+
+def test_gradients_that_another_ddp_exchanges_are_not_warned_of() -> None:
+    for hook in (None, fp16_compress_hook):
+        model, other = wrapped(GTopKState(0.05)), wrapped(None)
+        if hook is not None:
+            other.register_comm_hook(None, hook)
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+
+        def train_both(
+            turns: str, model: Any = model, other: Any = other, optimizer: Any = optimizer
+        ) -> None:
+            for step, turn in enumerate(turns):
+                optimizer.zero_grad()
+                used = {"m": [model], "o": [other], "b": [model, other]}[turn]
+                sum(each(batch(step)).square().mean() for each in used).backward()
+                optimizer.step()
+
+        assert warnings_of_steps(partial(train_both, "bo")) == []
+        # A search takes a tenth of a second: too long for every step.
+        with patch("gc.get_referrers") as search:
+            assert warnings_of_steps(partial(train_both, "bomob")) == []
+        search.assert_not_called()
+        again = wrapped(None, module=model.module)
+        if hook is not None:
+            again.register_comm_hook(None, hook)
+        optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
+        train_both("m", again, other, optimizer)
+        assert warnings_of_steps(partial(train_both, "m", again, other, optimizer)) == []
+        with patch("gc.get_referrers") as search:
+            train_both("mmm", again, other, optimizer)
+        search.assert_not_called()
 
 
 def test_discarded_gradient_kept_from_the_hook_moves_no_weight_later() -> None:
