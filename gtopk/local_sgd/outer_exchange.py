@@ -40,7 +40,9 @@ from ..optim.options import signature_of
 from ..optim.peers import Peers
 from ..optim.step_checks import (
     BUFFERS_KEPT,
-    EVERY,
+    Comparison,
+    Divergence,
+    ReplicaCheck,
     SkipCounter,
     checksums,
     name_culprits,
@@ -245,8 +247,12 @@ class OuterExchange:
         self._residual_decay = residual_decay
         self._process_set = process_set
         self._budget_share = budget_share
-        self._progress = Progress()
-        self.expected = ExpectedStep(compression, self._progress, "outer step")
+        self.progress = Progress()
+        self.expected = ExpectedStep(compression, self.progress, "outer step")
+        self.names: dict[torch.Tensor, str] = {}  # of the center, for the check
+        self._check = ReplicaCheck(self, None, None)
+        self._compare: Comparison | None = None
+        self._diverged: list[Divergence] | None = None
         self._running: Operation | None = None
         self._span: Bounds = (0.0, 0.0)
         self._enter(here, name, {})
@@ -264,7 +270,7 @@ class OuterExchange:
             list(self._names),
             list(self._names.values()),
             self._compression,
-            self._progress,
+            self.progress,
             self._budget_share,
         )
         self._put_residuals(residuals)
@@ -288,7 +294,7 @@ class OuterExchange:
         signature: other words that must be equal on all ranks.
         """
         sums, names = checksums(center), list(self._names.values())
-        own_progress = [outer_steps, self._progress.steps, self._bucket_exchange.record()]
+        own_progress = [outer_steps, self.progress.steps, self._bucket_exchange.record()]
 
         def compare_models(transport: Transport, all_flags: list[int]) -> tuple[bool, Any]:
             require_the_same(transport, sums, names)
@@ -300,7 +306,7 @@ class OuterExchange:
             compare_models,
             flags=bool(nonzero_names(self._residuals)),
         )
-        outer_steps, self._progress.steps, record = first_progress
+        outer_steps, self.progress.steps, record = first_progress
         self._bucket_exchange.resume(record)
         # On all ranks, even those that have loaded nothing: it changes how the bucket is exchanged.
         if any_unsent:
@@ -327,16 +333,17 @@ class OuterExchange:
 
         The replica may change meanwhile: the changes are copies.
         name: of the operation.
-        signature: as in `agree`; after the first outer step, and every 100, also the model's bits.
+        center: compared with the other ranks' after the first outer step, and every 100.
+        signature: as in `agree`.
         steps: how many this rank has made in the round.
         preempted: this rank has received SIGTERM.
         """
         bucket_exchange = self._bucket_exchange
-        # Only now and then: it reads the whole model.
-        if self._progress.steps % EVERY == 1:
-            bits = zlib.crc32(checksums(center).tobytes())
-            where = "before the round (change it alike on all ranks, or on one and broadcast it)"
-            signature = [*signature, f"the model {bits:08x} {where}"]
+        self.names = dict(zip(center, self._names.values(), strict=True))
+        self._check.await_step(updates=self.progress.steps > 0)
+        self._compare, self.names = self._check.begin(), {}
+        if self._compare is not None:
+            signature = [*signature, "models are compared"]
         # z - x, the sign of a gradient: the outer optimizer subtracts it.
         changes = torch._foreach_sub(list(center), [p.detach() for p in self._names])
         frozen = [
@@ -378,6 +385,7 @@ class OuterExchange:
         try:
             with preserve_gradients(bucket_exchange.parameters):
                 preempted, lost, frozen, exchanged = operation.wait()
+                self._check.end(self._diverged, {})
                 outcome = OuterResult(preempted, lost, frozen, exchanged, operation, self._span)
                 if outcome.moves:
                     bucket_exchange.apply_sum()
@@ -391,7 +399,7 @@ class OuterExchange:
                 yield outcome
                 # After the outer step: if that fails, the exchange is undone and does not count.
                 bucket_exchange.commit()
-                self._progress.steps += outcome.moves
+                self.progress.steps += outcome.moves
         except BaseException:
             bucket_exchange.undo()
             raise
@@ -406,6 +414,7 @@ class OuterExchange:
         preempted = [
             transport.ranks[place] for place, flags in enumerate(all_flags) if flags & _PREEMPTED
         ]
+        self._diverged = self._compare(transport) if self._compare is not None else None
         # All ranks' flags decide every branch below, so either all ranks gather or none does.
         lost: dict[int, list[str]] = {}
         if not all(flags & _FINITE for flags in all_flags):
@@ -464,7 +473,7 @@ class OuterExchange:
     @property
     def steps(self) -> int:
         """Return how many exchanges have moved the model."""
-        return self._progress.steps
+        return self.progress.steps
 
     def parameter_names(self) -> Collection[str]:
         return set(self._bucket_exchange.names)
@@ -484,8 +493,8 @@ class OuterExchange:
         validate_residuals(residuals, {name: p for p, name in self._names.items()})
         own_names = self.parameter_names()
         self._put_residuals({name: parts for name, parts in residuals.items() if name in own_names})
-        self._progress.steps = steps
+        self.progress.steps = steps
         for record in records:
             if record["names"] == self._bucket_exchange.names:
                 self._bucket_exchange.resume(record)
-                self._progress.steps = record.get("steps", steps)
+                self.progress.steps = record.get("steps", steps)

@@ -14,7 +14,6 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
-from gtopk.errors import HorovodInternalError
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
 from gtopk.telemetry.reading import read_run
 from tests.gtopk.local_rounds import (
@@ -103,7 +102,11 @@ def test_change_is_conserved_and_replicas_are_equal_after_a_round(compression: A
             close(z[0] - after[0] + sum(e_after), sum(e) + mean)
 
 
-def test_model_changed_on_one_rank_between_rounds_raises_on_all() -> None:
+def test_model_changed_on_one_rank_between_rounds_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No error: other processors may round the outer step in another way."""
+
     def rank(transport: LocalTransport) -> None:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), 2)
@@ -116,10 +119,14 @@ def test_model_changed_on_one_rank_between_rounds_raises_on_all() -> None:
         take_round(0)
         with torch.no_grad():
             next(model.parameters()).add_(transport.rank)
-        with pytest.raises(HorovodInternalError, match=r"the model \w{8} before the round .*alike"):
-            take_round(1)
+        take_round(1)
+        take_round(2)
 
     on_ranks(2, rank)
+    for number in range(2):
+        text = f"rank {number}: the replicas are not the same at step 4: parameter 'noname.0.0' has"
+        assert caplog.text.count(text) == 1
+    assert caplog.text.count("the replicas are not the same") == 2
 
 
 def test_rank_without_a_step_has_weight_0() -> None:

@@ -156,7 +156,7 @@ def test_on_divergence_warn_leaves_replicas_different(threads, caplog):
     assert ends[0][0] == ends[2][0] != ends[1][0]
     assert [count for *_, count in ends] == [2] * 3
     assert "rank 1: " in caplog.text
-    assert "on_divergence='warn' leaves them different" in caplog.text
+    assert "they stay different. Start with broadcast_parameters" in caplog.text
 
 
 def test_majority_value_is_sent_once_to_each_rank_that_lacks_it(threads):
