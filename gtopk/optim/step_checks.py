@@ -45,8 +45,8 @@ BUFFERS_KEPT: Final = (
     "buffers (BatchNorm's means) are kept there: between epochs, broadcast another rank's"
 )
 _NOT_REPAIRED: Final = (
-    "they stay different. Start with broadcast_parameters, and change parameters and learning rates "
-    "alike on all ranks"
+    "they stay different. Start with broadcast_parameters, and change parameters and learning "
+    "rates alike on all ranks"
 )
 
 
