@@ -186,7 +186,7 @@ class Agreed(NamedTuple):
     records: of the buckets in rank 0's checkpoint.
     unsent:  names of parameters with a residual on any rank.
     sparse:  names of parameters with sparse gradients on any rank.
-    is_new:  whether any rank has loaded a state, or not planned all of the parameters before.
+    are_new: `Plan.is_new` of each rank.
     """
 
     parts: list[Part]
@@ -194,7 +194,7 @@ class Agreed(NamedTuple):
     records: list[dict[str, Any]]
     unsent: set[str]
     sparse: set[str]
-    is_new: bool
+    are_new: Sequence[bool]
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Plan:
         announcement = transport.broadcast_object([parts, self.steps, list(self.records)])
         parts, steps, records = announcement
         agreed = [Part(how, numbers) for how, numbers in parts]
-        return Agreed(agreed, steps, records, unsent, sparse, any(are_new))
+        return Agreed(agreed, steps, records, unsent, sparse, are_new)
 
     def open_bucket_exchanges(
         self, agreed: Agreed, name: str, progress: Progress, ranks: int

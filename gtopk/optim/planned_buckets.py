@@ -111,7 +111,9 @@ class PlannedBuckets:
         )
         signature = plan.signature()
         agreed = _agree_on(plan, signature, peers)
-        if agreed.steps and not self.steps and self._options.feedback is not None:
+        # If rank 0 has loaded nothing, this rank came later, and had nothing to send.
+        is_lost = agreed.are_new[0] and agreed.steps > 0 and not self.steps
+        if is_lost and self._options.feedback is not None:
             _log.warning(
                 "rank %d of %d has no residual: rank 0 goes on from step %d, and this rank loaded "
                 "nothing: what it had not sent is lost; let every rank save its own and load it, "
@@ -120,7 +122,7 @@ class PlannedBuckets:
                 peers.size,
                 agreed.steps,
             )
-        self.started = agreed.steps if agreed.is_new else self.started
+        self.started = agreed.steps if any(agreed.are_new) else self.started
         self._known.update(names)
         self._progress.steps = agreed.steps
         self.bucket_exchanges = plan.open_bucket_exchanges(

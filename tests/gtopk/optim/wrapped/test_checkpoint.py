@@ -152,6 +152,23 @@ def test_loading_on_rank_0_alone_warns_on_the_others(threads, caplog, compressio
         assert text.startswith(f"rank {rank} of 3 has no residual: rank 0 goes on from step 3")
 
 
+def test_rank_that_comes_to_a_running_job_is_not_warned_of_a_residual(threads, caplog):
+    kept: dict[int, Any] = {}
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            if transport.rank not in kept:
+                model = network()
+                kept[transport.rank] = model, distribute(model, Compression.gtopk(0.2))
+            model, optimizer = kept[transport.rank]
+            broadcast_optimizer_state(optimizer, 0)
+            take_steps(model, optimizer, transport.rank, range(2))
+
+    threads(2, program)
+    threads(3, program)
+    assert "residual" not in caplog.text
+
+
 def gathered_state(threads: Any, size: int, compression: Any) -> tuple[Any, np.ndarray]:
     def program(transport: LocalTransport) -> Any:
         model = network()
