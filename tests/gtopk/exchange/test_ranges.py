@@ -12,9 +12,9 @@ import torch
 
 import collectives.kernels
 import collectives.wire.message
+import gtopk.exchange.bucket_exchange
 import gtopk.exchange.buckets.arrays
 import gtopk.exchange.exchange
-import gtopk.integrations.passes
 from collectives.transports import Transport
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Exchanged, Progress
@@ -61,7 +61,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     for module in (
         gtopk.exchange.exchange,
         gtopk.exchange.buckets.arrays,
-        gtopk.integrations.passes,
+        gtopk.exchange.bucket_exchange,
         collectives.wire.message,
     ):
         monkeypatch.setattr(module, "time", clock)
