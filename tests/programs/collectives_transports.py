@@ -609,6 +609,18 @@ def check_native(transport: Transport, is_native: bool) -> None:
                 assert by_messages.called == (array_bytes < native_bytes)
 
 
+def check_swapped(transport: Transport) -> None:
+    """Check that two ranks reduce arrays from 1 MiB on, and no smaller ones, by our messages."""
+    from unittest import mock
+
+    from collectives.transports import transport as transports
+
+    for array_bytes in (1 << 14, (1 << 20) - 4, 1 << 20, 1 << 24):
+        with mock.patch.object(transports.reductions, "allreduce") as by_messages:
+            transport.allreduce(np.zeros(array_bytes // 4, np.float32))
+        assert by_messages.called == (array_bytes >= 1 << 20)
+
+
 COUNTING = [test_large_allreduce_counts_bandwidth_optimal_bytes]
 LARGE = [
     test_messages_longer_than_a_mebibyte_arrive,
@@ -646,8 +658,11 @@ def check_mpi(transport: Transport) -> None:
                 if not other_count and not too_many_pieces:
                     law(transport)
     check_descriptors(transport)
-    check_large_allreduce(transport, blocking_from // 4 + 1)
-    check_native(transport, True)
+    if transport.size == 2:
+        check_swapped(transport)
+    else:
+        check_large_allreduce(transport, blocking_from // 4 + 1)
+        check_native(transport, True)
     with mock.patch.object(transport, "_reduces_itself", True):
         check_native(transport, False)
     piece_sizes = mpi.piece_sizes
