@@ -64,7 +64,7 @@ constexpr u32 ROOM = 128;
 
 // list_tallies: must be zero. contenders: gets positions in the list, of the first most_contenders.
 template <class Real, class Index>
-__global__ __launch_bounds__(THREADS) void expand(
+__global__ __launch_bounds__(THREADS, 4) void expand(
     const Real* values_n, Search* search, u64 tiles, const u32* bits, const Tally* tallies,
     const Tally* groups, Index* list_indices_m, Real* list_values_m, u32* contenders,
     u32 most_contenders, Tally* list_tallies, Tally* list_groups) {

@@ -165,9 +165,15 @@ __device__ u32 mark_tile(
 
 // list_tallies: of the list that `expand` will make; cleared here, by many blocks in parallel.
 // Four blocks on a multiprocessor have enough loads in flight to saturate memory. Without this
-// launch bound the compiler aims at more blocks, and spills registers.
+// launch bound the compiler aims at more blocks, and spills registers. With four it also spills some
+// for doubles, and on compute capability 12.0.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define MARK_BLOCKS(Real) 3
+#else
+#define MARK_BLOCKS(Real) (sizeof(Real) > 4 ? 3 : 4)
+#endif
 template <class Real, class Gradient, int SOURCES>
-__global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
+__global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : MARK_BLOCKS(Real)) void mark(
     const Real* residual_n, Real* sum_n, const Real* velocity_n, Real* next_velocity_n,
     const Part* parts_p, u32 p, const Request* request, u64 n, Search* search,
     u32* histogram, u32* bits, Tally* tallies, Tally* groups, Tally* list_tallies, u32 list_tiles) {
