@@ -512,7 +512,7 @@ def test_layer_frozen_on_one_rank_only_is_named_in_the_error() -> None:
     model, optimizer, _ = hooked(buckets={**SMALL_BUCKETS, "find_unused_parameters": True})
     train(model, optimizer, range(2))
     model.module.layers[2].requires_grad_(RANK != 1)
-    with pytest.raises(RuntimeError, match=r"rank 0: 0 frozen parameters; .*rank 1: [12] frozen"):
+    with pytest.raises(RuntimeError, match=r"0(, 2)?: 0 frozen parameters; rank 1: [12] frozen"):
         train(model, optimizer, range(2, 3))
 
 
