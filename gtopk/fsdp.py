@@ -93,7 +93,7 @@ def replicate(
     optimizer: the optimizer of all the model's parameters. If it is torch's Adam or AdamW, each
         rank computes the steps of its shard and selects from them. They cannot be clipped then.
     compression, adam_steps, local_residual, scaler, max_skipped_steps, options: as in
-        `gtopk.ddp.GTopKState`. Replicas are not compared: there is no check_every.
+        `gtopk.ddp.GTopKState`. Replicas are compared after the first step and every 100.
     Joins the ranks (`hvd.init`) if nobody has yet. Raises ValueError for options out of range, for
     a model or mesh other than described, and for complex parameters; TypeError for an option that
     it does not have.

@@ -362,9 +362,8 @@ class OptimizerChecks:
                     type(optimizer).__name__,
                 )
             return
-        for skips in _all_skips:
-            stepped.difference_update(skips.parameters())
-        found = {p for p in stepped if p not in self._foreign and not self._is_sharded(p)}
+        outside = stepped.difference(*(skips.parameters() for skips in _all_skips))
+        found = {p for p in outside if p not in self._foreign and not self._is_sharded(p)}
         new = found - in_other_ddp(found)
         for ddp in ddps_of(own) if new else ():
             for name, parameter in ddp["_modules"]["module"].named_parameters():
@@ -404,9 +403,8 @@ class OptimizerChecks:
             return False
         # The hook has never been called: its model shows only in DDP.
         self._waiting.add(optimizer)
-        for skips in _all_skips:
-            stepped.difference_update(skips.parameters())
-        return any(map(has_hook, ddps_of(stepped)))
+        others = (skips.parameters() for skips in _all_skips)
+        return any(map(has_hook, ddps_of(stepped.difference(*others))))
 
     def _is_sharded(self, parameter: Any) -> bool:
         """Return whether FSDP exchanges a parameter's gradient among all these ranks."""
