@@ -131,6 +131,8 @@ class Section:
         """Return a setting that is on or off; its text may be 1 or 0, and other usual words."""
 
         def parse(text: str) -> bool:
+            if text.isdecimal() and len(text) <= _MOST_DIGITS:
+                return int(text) > 0  # as in Horovod
             if (word := text.lower()) not in _SWITCHES:
                 raise ValueError(f"one of {', '.join(_SWITCHES)}")
             return _SWITCHES[word]

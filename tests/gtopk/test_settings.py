@@ -113,6 +113,12 @@ def test_switch_is_off_for_each_of_its_words(text: str) -> None:
     )
 
 
+@pytest.mark.parametrize("setting", [settings.STALL_CHECK_DISABLE, settings.DYNAMIC_PROCESS_SETS])
+def test_switch_of_horovod_is_on_for_any_number_above_zero(setting: Setting[bool]) -> None:
+    values = [under({setting.name: text}, setting.read) for text in ("2", "01", "00")]
+    assert values == [True, True, False]
+
+
 # Paths and names, of which any text may be right; and what gtopk tells its own processes.
 ANY_TEXT = {
     *("GTOPK_CALIBRATION", "GTOPK_SIMGRID_PYTHON", "GTOPK_WANDB", "GTOPK_MLFLOW"),
