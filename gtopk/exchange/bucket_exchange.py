@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import time
@@ -28,7 +27,6 @@ from ..compression import (
 from .adamw import AdamGroups, AdamSteps
 from .automatic import AutomaticExchange
 from .buckets.buckets import Bucket
-from .buckets.parameters import lack_gradients
 from .exchange import (
     CompressorExchange,
     DenseExchange,
@@ -215,8 +213,8 @@ class BucketExchange:
 
     def missing(self) -> list[str]:
         """Return the names of the parameters that have no gradient on this rank."""
-        lacking = lack_gradients([parameter.grad for parameter in self.parameters])
-        return [*itertools.compress(self.names, lacking)]
+        parameters = zip(self.names, self.parameters, strict=True)
+        return [name for name, parameter in parameters if parameter.grad is None]
 
     def all_finite(self) -> bool:
         """Return whether the gradients contain neither NaN nor infinity; from any thread."""

@@ -20,7 +20,6 @@ from collectives.transports import Transport
 
 from .bucket_exchange import BucketExchange
 from .buckets.arrays import as_bytes
-from .buckets.parameters import lacks_gradient
 from .exchange import Exchanged
 from .residual import ResidualSize
 
@@ -85,9 +84,7 @@ class SparseGradientExchange:
         gradient = self._parameter.grad
         self._captured = gradient, -1 if gradient is None else gradient._version
         self._weight, self._scale = weight, scale
-        # A placeholder is no gradient: its zeros would be sent as an entry for every row.
-        own_gradient = None if lacks_gradient(self._parameter) else gradient
-        self._indices, self._values = _entries(self._parameter, own_gradient)
+        self._indices, self._values = _entries(self._parameter, gradient)
 
     def set_weight(self, weight: float, share: float) -> None:
         """Change the weight of the captured entries."""
@@ -109,7 +106,7 @@ class SparseGradientExchange:
 
     def missing(self) -> list[str]:
         """Return the parameter's name if it has no gradient on this rank."""
-        return self.names if lacks_gradient(self._parameter) else []
+        return self.names if self._parameter.grad is None else []
 
     def all_finite(self) -> bool:
         """Return whether the values hold neither NaN nor infinity."""
@@ -226,7 +223,7 @@ class SparseGradientExchange:
     def poison(self) -> None:
         """Make the gradient's values NaN: the step is skipped."""
         gradient = self._parameter.grad
-        if gradient is not None and not lacks_gradient(self._parameter):
+        if gradient is not None:
             (gradient._values() if gradient.is_sparse else gradient).fill_(float("nan"))
         self.release_gradients()
 

@@ -27,7 +27,6 @@ from ..exchange.buckets.arrays import from_array, to_array
 from ..exchange.buckets.parameters import (
     describe_parameter,
     name_parameters,
-    place_placeholders,
     refuse_complex,
     require_trained,
     with_gradients,
@@ -146,7 +145,6 @@ class _AdasumOptimizer(Wrapping):
             self._hooks.watch(trained)
             # One bucket of all: count passes only at its first and last gradient.
             self._hooks.watch_buckets([trained])
-            place_placeholders(self._parameter_names)
         self._shared = SharedParameters(self._parameter_names, self._hooks.set_aside)
         self._enter(self._world)
         self._begun = time.perf_counter()  # start of this step: the end of the last one

@@ -63,7 +63,6 @@ class _DistributedOptimizer(Readings):
         self._options = options
         require_trained(self._parameter_names)
         self._reducer = Reducer(self._wrapped, self._parameter_names, options, self._world, scaler)
-        self._reducer.place_zeros()
         self._local = LocalResidual(self._reducer) if options.local_residual else None
         self.set_backward_passes_per_step(backward_passes_per_step)
         self._has_advised = False
@@ -405,8 +404,7 @@ def DistributedOptimizer(
     """Wrap an optimizer so that its `step` is reduced over all ranks.
 
     The result's class derives from the optimizer's own class, and shares its parameter groups and
-    state. On several ranks, every parameter that requires a gradient now gets a gradient of zeros,
-    as with Horovod, until it is cleared.
+    state.
 
     Every rank must step its distributed optimizers alike. Ranks match them by the names of their
     parameters; optimizers with the same parameter names must be created in the same order on every

@@ -18,13 +18,7 @@ from collectives.transports import Transport
 
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import mean_square_ratio
-from ..exchange.buckets.parameters import (
-    ParameterNames,
-    lacks_gradient,
-    place_placeholders,
-    remove_placeholders,
-    with_gradients,
-)
+from ..exchange.buckets.parameters import ParameterNames, with_gradients
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState
 from ..reduce_ops import Average
@@ -157,11 +151,6 @@ class Reducer:
         self.stragglers = Stragglers(here, self.peers.engine, self.peers.name)
         register_shadow(self, self.peers.engine, self.peers.name)
 
-    def place_zeros(self) -> None:
-        """Set the gradients to zeros, if there are other ranks to reduce with."""
-        if self.peers.size > 1 and self.peers.takes_part:
-            place_placeholders(self.names)
-
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups, looked up each time because loading a state replaces them."""
@@ -177,7 +166,7 @@ class Reducer:
     def trains(self) -> bool:
         """Return whether `trained` is not empty; stops at the first parameter found."""
         return any(
-            p.numel() and (p.requires_grad or not lacks_gradient(p))
+            p.numel() and (p.requires_grad or p.grad is not None)
             for group in self._param_groups
             for p in group["params"]
         )
@@ -191,7 +180,6 @@ class Reducer:
     def stop_exchanging(self, mode: str) -> None:
         """Stop exchanging and counting passes, because this mode of `adapt` exchanges instead."""
         self.stepping_mode, self.overlap.is_on = mode, False
-        remove_placeholders(self.names)
         self.hooks = BackwardHooks(self.names)  # watches nothing, and removes the old hooks
 
     def _submit_complete(self, index: int) -> None:

@@ -32,7 +32,6 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ..exchange.buckets.parameters import lacks_gradient
 from ..exchange.sparse_gradients import AnyBucketExchange
 from ..runtime.coordinator import Engine
 from ..runtime.coordinator.agreement import describe_missing
@@ -273,9 +272,8 @@ class StepTransaction(RecordedStep):
         bucket_exchange = self.bucket_exchanges[index]
         if self.samples.count == 0:  # the gradients may be NaN
             for parameter in bucket_exchange.parameters:
-                if (gradient := parameter.grad) is None or lacks_gradient(parameter):
-                    continue
-                (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
+                if (gradient := parameter.grad) is not None:
+                    (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
         scale = self._scale_of(bucket_exchange)
         bucket_exchange.capture_gradients(self._weight / scale, scale)
         if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite():

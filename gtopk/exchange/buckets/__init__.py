@@ -2,6 +2,5 @@
 
 arrays.py       tensors as flat arrays and back; streams and timestamps of a GPU
 buckets.py      the bucket itself
-parameters.py   parameter names, equal on every rank; placeholders, the zero gradients that
-                parameters have before the first backward pass
+parameters.py   parameter names, equal on every rank
 """

@@ -34,7 +34,7 @@ from .arrays import (
     view_tensor,
     zeros,
 )
-from .parameters import lack_gradients, lacks_gradient, refuse_complex
+from .parameters import refuse_complex
 
 _READ_IN_PLACE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
@@ -114,7 +114,7 @@ class Bucket:
         self.share = weight * scale  # gradients are means over samples, times the scale
         if gradients is None:
             own = [parameter.grad for parameter in self.parameters]
-            self.lacking = lack_gradients(own)
+            self.lacking = [gradient is None for gradient in own]
             # Sparse and expanded gradients are rare: a cheap first pass usually finds none.
             special = [
                 (place, gradient)
@@ -215,8 +215,7 @@ class Bucket:
             if isinstance(self._parts, list) and max(p.nbytes for p in self._parts) >= _LARGE_BYTES:
                 for part in self._parts:
                     clear(part)
-                # `clear` bypasses torch, but placeholders and autograd rely on versions to detect
-                # changes.
+                # `clear` bypasses torch, but autograd relies on versions to detect changes.
                 torch.autograd.graph.increment_version(self.gradients)
             else:
                 torch._foreach_zero_(self.gradients)
@@ -370,7 +369,7 @@ class Bucket:
         Also drops this step's references to gradients.
         """
         for parameter in self.parameters:
-            if parameter.grad is not None and not lacks_gradient(parameter):
+            if parameter.grad is not None:
                 parameter.grad.fill_(float("nan"))
         self.release_gradients()
 

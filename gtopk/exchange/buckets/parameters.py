@@ -1,18 +1,8 @@
-"""An optimizer's parameters: their names, equal on all ranks, checks of them, and placeholders.
-
-A placeholder is a gradient of zeros that a parameter has before its first backward pass. Horovod
-assigns them to the parameters of a wrapped optimizer, and scripts read them. A placeholder does not
-count as a gradient: its parameter is reported as missing, is skipped if no rank has a gradient for
-it, and is not stepped if it is frozen. Backward adds to the placeholder, so that no memory is used
-twice; a sparse gradient replaces it.
-
-A placeholder is marked with its tensor version: any write into it makes it a gradient.
-"""
+"""An optimizer's parameters: their names, equal on all ranks, and checks of them."""
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
@@ -187,7 +177,7 @@ def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Para
         p
         for group in param_groups
         for p in group["params"]
-        if p.requires_grad or not lacks_gradient(p)
+        if p.requires_grad or p.grad is not None
     ]
 
 
@@ -215,103 +205,3 @@ def refuse_complex(
                 f"{repr(name) if name else 'this one'}, {parameter.dtype} {list(parameter.shape)}, "
                 "as parameters (torch.view_as_real)"
             )
-
-
-_MARK: Final = "_gtopk_placeholder"
-# Placeholders that may be untouched, by id: if empty, no search is needed.
-_placeholders: Final[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
-
-
-def place_placeholders(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Replace the gradients of parameters that require one with placeholders.
-
-    A gradient on a GPU is zeroed in place, because a CUDA graph may continue to write there. Other
-    gradients are replaced but not changed, for other objects that refer to them.
-    """
-    for parameter in parameters:
-        if parameter.requires_grad:
-            gradient = parameter.grad
-            if gradient is not None and _may_belong_to_cuda_graph(gradient):
-                parameter.grad = gradient.detach().zero_()
-            else:
-                parameter.grad = torch.zeros_like(parameter)
-            _mark(parameter.grad)
-            _drop_for_sparse(parameter)
-
-
-def _may_belong_to_cuda_graph(gradient: torch.Tensor) -> bool:
-    dense = gradient.layout == torch.strided and 0 not in gradient.stride()
-    return gradient.is_cuda and dense
-
-
-def lacks_gradient(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter has no gradient, or only an untouched placeholder."""
-    gradient = parameter.grad
-    return gradient is None or _is_untouched(gradient)
-
-
-def lack_gradients(gradients: Iterable[torch.Tensor | None]) -> list[bool]:
-    """Return `lacks_gradient` for each gradient: True if None or an untouched placeholder.
-
-    Faster than one by one: every step checks all parameters.
-    """
-    if not _placeholders:
-        return [gradient is None for gradient in gradients]
-    return [gradient is None or _is_untouched(gradient) for gradient in gradients]
-
-
-def _is_untouched(gradient: torch.Tensor) -> bool:
-    if (mark := getattr(gradient, _MARK, None)) is None:
-        return False
-    if mark != gradient._version:
-        # Once `_placeholders` is empty, steps no longer search it.
-        _placeholders.pop(id(gradient), None)
-        return False
-    return True
-
-
-def remove_placeholders(parameters: Iterable[torch.Tensor]) -> None:
-    """Replace placeholders with None, so that an optimizer skips these parameters."""
-    if not _placeholders:
-        return
-    listed = list(parameters)
-    for parameter in itertools.compress(listed, lack_gradients([each.grad for each in listed])):
-        parameter.grad = None
-
-
-def placeholders(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters' untouched placeholders."""
-    if not _placeholders:
-        return []
-    gradients = [parameter.grad for parameter in parameters]
-    lacking = itertools.compress(gradients, lack_gradients(gradients))
-    return [placeholder for placeholder in lacking if placeholder is not None]
-
-
-def mark_placeholders(placeholders: Iterable[torch.Tensor]) -> None:
-    """Mark these as placeholders again, after zeros were written into them."""
-    for placeholder in placeholders:
-        _mark(placeholder)
-
-
-def _mark(placeholder: torch.Tensor) -> None:
-    # By id in `_placeholders`: a WeakSet would compare tensors with ==, value by value.
-    setattr(placeholder, _MARK, placeholder._version)
-    _placeholders[id(placeholder)] = placeholder
-
-
-def _drop_for_sparse(parameter: torch.nn.Parameter) -> None:
-    """Drop the placeholder when a sparse gradient arrives: added to zeros, it would become dense.
-
-    Autograd calls the hook before it accumulates the gradient.
-    """
-    parameter_ref = weakref.ref(parameter)  # the parameter holds the hook
-
-    def hook(gradient: torch.Tensor) -> None:
-        # For one gradient only: after it the placeholder is gone, or has become a gradient.
-        handle.remove()
-        owner = parameter_ref()
-        if gradient.is_sparse and owner is not None:
-            remove_placeholders([owner])
-
-    handle = parameter.register_hook(hook)

@@ -16,13 +16,7 @@ from typing import Any
 
 import torch
 
-from ...exchange.buckets.parameters import (
-    mark_placeholders,
-    parameters_of,
-    placeholders,
-    remove_placeholders,
-    require_optimizer,
-)
+from ...exchange.buckets.parameters import require_optimizer
 from ...exchange.exchange import Progress
 from ...runtime.world.membership import World
 from ...runtime.world.process_sets import ProcessSet
@@ -88,12 +82,6 @@ class Wrapping(torch.optim.Optimizer):
         super().load_state_dict(state_dict, *args, **kwargs)
         lay_out_as_parameters(self)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; placeholders of zeros remain placeholders."""
-        untouched = placeholders(parameters_of(self))
-        super().zero_grad(*args, **kwargs)
-        mark_placeholders(untouched)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set groups and state, as torch does when it has loaded them."""
         self._wrapped.__setstate__(state)
@@ -112,13 +100,11 @@ class Wrapping(torch.optim.Optimizer):
 
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does, with the current gradients."""
-        remove_placeholders(parameters_of(self))
         super().step()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
     def _take_agreed_step(self, step: Callable[[Any], None]) -> None:
         """Call `step` instead of the wrapped optimizer's step, between the optimizer's hooks."""
-        remove_placeholders(parameters_of(self))
         # Use torch's wrapper, so that the optimizer's hooks and a profiler see a step.
         self.profile_hook_step(step)(self)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
