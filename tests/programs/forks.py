@@ -1,4 +1,4 @@
-"""A rank's children are not ranks: DataLoader workers come and go, and cannot communicate."""
+"""A rank's children are not ranks: DataLoader workers know their rank, but cannot communicate."""
 
 import os
 import signal
@@ -18,13 +18,16 @@ class Numbers(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        hvd.init()  # does nothing, as the rank has called it
+        assert hvd.is_initialized()
+        assert (hvd.rank(), hvd.local_rank(), hvd.size()) == (OWN, OWN, SIZE)
         with pytest.raises(ValueError, match=f"forked from rank {OWN}"):
-            hvd.rank()
+            hvd.allreduce(torch.ones(1))
         return torch.tensor([float(index)])
 
 
 hvd.init()
-OWN = hvd.rank()
+OWN, SIZE = hvd.rank(), hvd.size()
 for _ in range(2):
     for batch in DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"):
         total = hvd.allreduce(batch.sum(), op=hvd.Sum)

@@ -82,7 +82,7 @@ _handled: object = None
 _MARK: Final = "_gtopk_handled"
 _leaving: Leaving | None = None  # for the last world
 _left_guard: Guard | None = None  # of a left world where ranks may leave, and one had died
-_forked_from: int | None = None
+_inherited: World | None = None  # in a forked process: the world of its parent, which is a rank
 _unreported: list[Exception] = []  # errors from leaving that no caller has received
 _thread_local = threading.local()
 
@@ -364,9 +364,10 @@ def is_initialized() -> bool:
 def current() -> World:
     """Return the world; raise InvalidCallError before `init` and after `shutdown`."""
     world = _find()
-    if world is None and _forked_from is not None:
+    if world is None and _inherited is not None:
         raise InvalidCallError(
-            f"this process was forked from rank {_forked_from}: only the rank itself communicates"
+            f"this process was forked from rank {_inherited.rank}: only the rank itself "
+            "communicates"
         )
     if world is None:
         raise InvalidCallError(
@@ -375,9 +376,14 @@ def current() -> World:
     return world
 
 
+def find() -> World | None:
+    """Return the world for queries, or None: in a forked process, that of its parent's rank."""
+    return _find() or _inherited
+
+
 def _after_fork() -> None:
     """Stop a forked child (a DataLoader worker) being a rank: it has no engine thread."""
-    global _process, _guard, _leaving, _left_guard, _forked_from
+    global _process, _guard, _leaving, _left_guard, _inherited
     guard = _leaving.guard if _leaving is not None else _guard or _left_guard
     if guard is None:
         return
@@ -385,7 +391,7 @@ def _after_fork() -> None:
     # Otherwise a forked process would leave the world in its parent's name when it ends.
     atexit.unregister(_at_exit)
     _unreported.clear()
-    _forked_from = guard.world.transport.rank
+    _inherited = _process
     _process = _guard = _leaving = _left_guard = None
 
 

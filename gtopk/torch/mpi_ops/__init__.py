@@ -20,7 +20,7 @@ from ...runtime.world.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from ...runtime.world.world import is_initialized, shutdown
+from ...runtime.world.world import shutdown
 from .broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
 from .gathering import (
     allgather,
@@ -42,6 +42,7 @@ from .lifecycle import (
     gloo_enabled,
     init,
     is_homogeneous,
+    is_initialized,
     join,
     local_rank,
     local_size,

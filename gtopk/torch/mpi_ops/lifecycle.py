@@ -18,6 +18,7 @@ from ... import settings
 from ...optim.peers import abort_steps
 from ...runtime.world import process_sets as sets
 from ...runtime.world import world
+from ...runtime.world.membership import World
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from ...runtime.world.world import current
 from ...telemetry import timeline
@@ -27,14 +28,24 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+def is_initialized() -> bool:
+    """Tell whether `init` has been called, and `shutdown` has not; also in a forked process."""
+    return world.find() is not None
+
+
+def _found() -> World:
+    """Return the world for queries, which a process forked from a rank answers as the rank does."""
+    return world.find() or current()
+
+
 def mpi_enabled() -> bool:
     """Tell whether the ranks are connected by MPI now."""
-    return current().transport.name == "mpi"
+    return is_initialized() and _found().transport.name == "mpi"
 
 
 def gloo_enabled() -> bool:
     """Tell whether the ranks are connected by gloo now."""
-    return current().transport.name == "torch.distributed"
+    return is_initialized() and _found().transport.name == "torch.distributed"
 
 
 def mpi_threads_supported() -> bool:
@@ -155,37 +166,37 @@ def join(device: int = -1) -> int:
 
 def size() -> int:
     """Return the number of ranks."""
-    return current().size
+    return _found().size
 
 
 def rank() -> int:
     """Return this process's rank."""
-    return current().rank
+    return _found().rank
 
 
 def local_size() -> int:
     """Return the number of ranks on this host."""
-    return current().local_size
+    return _found().local_size
 
 
 def local_rank() -> int:
     """Return this rank's index on its host."""
-    return current().local_rank
+    return _found().local_rank
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a rank with this local rank."""
-    return current().cross_size
+    return _found().cross_size
 
 
 def cross_rank() -> int:
     """Return this host's index among the hosts that have a rank with this local rank."""
-    return current().cross_rank
+    return _found().cross_rank
 
 
 def is_homogeneous() -> bool:
     """Tell whether all hosts have the same number of ranks."""
-    return current().is_homogeneous
+    return _found().is_homogeneous
 
 
 def init(
@@ -200,7 +211,7 @@ def init(
     """
     # Checked before the ranks join: a bad argument must not leave a world behind.
     requested = sets.requested_sets(process_sets)
-    if world.is_initialized():
+    if is_initialized():
         return
     # Handles of an earlier world are invalid in this one.
     clear_handles()
