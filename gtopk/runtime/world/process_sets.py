@@ -248,12 +248,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Operations that its members have submitted run first. The set of all ranks cannot be removed.
     Raises ValueError if sets are not dynamic.
     """
-    _must_be_dynamic()
     require_process_set(process_set)
     here = world.current()
     number = process_set.process_set_id
     if not number or process_set._find() is None:  # 0 is all ranks
         return False
+    _must_be_dynamic()
     # All ranks agree first, including those outside the set: afterwards none of them has it.
     signature = [f"remove set {number} of ranks {process_set.ranks}"]
     here.engine.submit(_CHANGE, signature, lambda transport, all_flags: None).wait()
