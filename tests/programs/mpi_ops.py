@@ -35,7 +35,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_that_nothing_works() -> None:
-    assert hvd.is_initialized() is False
+    assert (hvd.is_initialized(), hvd.mpi_enabled(), hvd.gloo_enabled()) == (False,) * 3
     ones = torch.ones(2)
     for call in (
         hvd.rank,
@@ -330,6 +330,16 @@ def test_poll_turns_true_when_the_operation_ends() -> None:
     while not hvd.poll(handle):
         time.sleep(0.001)
     assert hvd.synchronize(handle).tolist() == [SIZE, SIZE]
+
+
+def test_tensor_changed_in_place_is_ready_once_poll_is_true() -> None:
+    tensor = torch.full((2,), float(RANK))
+    handle = hvd.broadcast_async_(tensor, ODD)
+    while not hvd.poll(handle):
+        time.sleep(0.001)
+    assert tensor.tolist() == [ODD, ODD]
+    assert hvd.poll(handle)
+    assert hvd.synchronize(handle) is tensor
 
 
 def test_handle_can_be_synchronized_once() -> None:

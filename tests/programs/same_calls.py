@@ -74,7 +74,9 @@ def calls(**functions: Callable[[], Any]) -> None:
 
 TOPOLOGY = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 BUILT = ("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm")
-for word in (*TOPOLOGY, "is_initialized", "mpi_threads_supported", "stop_timeline", "shutdown"):
+ENABLED = ("mpi_enabled", "gloo_enabled")
+OTHERS = ("is_initialized", "mpi_threads_supported", "stop_timeline", "shutdown")
+for word in (*TOPOLOGY, *ENABLED, *OTHERS):
     call(f"{word} before init", lambda word=word: getattr(hvd, word)())
 for word in BUILT:
     call(f"type of {word}_built", lambda word=word: type(getattr(hvd, f"{word}_built")()))

@@ -76,7 +76,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to overwrite the tensor with the root's; it changes when the handle is synchronized."""
+    """Begin to overwrite the tensor with the root's; do not use it until `synchronize`."""
     require_tensor(tensor, "broadcast_async_")
     return begin_broadcast(check_in_place(tensor), tensor, root_rank, name, process_set)
 

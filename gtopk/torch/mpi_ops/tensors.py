@@ -77,13 +77,17 @@ def synchronize(handle: int) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Tell whether `synchronize` would return at once.
+    """Tell whether `synchronize` would return at once; if so, tensors changed in place are ready.
 
     Raises ValueError for a handle that is unknown or was synchronized.
     """
     if handle not in _handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
-    return _handles[handle][0].done
+    operation, finish = _handles[handle]
+    if operation.done and operation.error is None:
+        output = finish(operation.result)
+        _handles[handle] = operation, lambda result: output
+    return operation.done
 
 
 def clear_handles() -> None:
