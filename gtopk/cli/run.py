@@ -70,10 +70,10 @@ def parser() -> Command:
         allow_abbrev=False,
     )
     ranks = "default: the hosts' slots; by srun, the allocation's tasks or cores; else the cores"
-    described.add_argument("-n", "--ranks", type=as_argument(whole_number), help=ranks)
+    described.add_argument("-n", "-np", "--ranks", type=as_argument(whole_number), help=ranks)
     where = described.add_mutually_exclusive_group()
     hosts = "such as one:4,two:2; needs mpirun and ssh"
-    where.add_argument("--hosts", type=as_argument(parse_hosts), default=[], help=hosts)
+    where.add_argument("-H", "--hosts", type=as_argument(parse_hosts), default=[], help=hosts)
     lines = "file with lines such as: name slots=4"
     where.add_argument("--hostfile", type=Path, help=lines)
     option, flag = described.option, described.flag

@@ -74,6 +74,12 @@ def test_each_launcher_gets_the_script_and_its_arguments(capsys, script: str, mo
         assert found["command"][-6:] == [sys.executable, script, "--lr", "1", "-n", "9"]
 
 
+def test_options_may_be_horovodruns(capsys, script: str) -> None:
+    found = dry_run(capsys, "-np", "3", "-H", "one:2,two:1", script)
+    assert found == dry_run(capsys, "--ranks", "3", "--hosts", "one:2,two:1", script)
+    assert found["ranks"] == 3
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
