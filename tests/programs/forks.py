@@ -21,6 +21,8 @@ class Numbers(Dataset):
         hvd.init()  # does nothing, as the rank has called it
         assert hvd.is_initialized()
         assert (hvd.rank(), hvd.local_rank(), hvd.size()) == (OWN, OWN, SIZE)
+        assert hvd.global_process_set.rank() == OWN
+        assert hvd.global_process_set.ranks == [*range(SIZE)]
         with pytest.raises(ValueError, match=f"forked from rank {OWN}"):
             hvd.allreduce(torch.ones(1))
         return torch.tensor([float(index)])

@@ -53,7 +53,7 @@ class ProcessSet:
     def ranks(self) -> list[int] | None:
         """The ranks, in order; those of a communicator are known once the set is registered."""
         # Works before init(), too: errors show a set by its ranks.
-        members = self._find() if world.is_initialized() else None
+        members = self._find() if world.find() else None
         return list(members.ranks) if members else self._ranks
 
     def size(self) -> int | None:
@@ -74,7 +74,7 @@ class ProcessSet:
     def included(self) -> bool | None:
         """Tell whether this rank is in the set; None while it is not registered."""
         members = self._find()
-        return None if members is None else world.current().rank in members.ranks
+        return None if members is None else world.queried().rank in members.ranks
 
     @property
     def members(self) -> Members:
@@ -85,6 +85,7 @@ class ProcessSet:
 
     def registered(self) -> Members:
         """The set's members, on any rank; raises ValueError while the set is not registered."""
+        world.current()  # a forked process may ask about the set, but has no engine
         members = self._find()
         if members is None:
             raise ValueError(
@@ -103,13 +104,13 @@ class ProcessSet:
     def _find(self) -> Members | None:
         if self.process_set_id is None:
             return None
-        members = world.current().sets.get(self.process_set_id)
+        members = world.queried().sets.get(self.process_set_id)
         # The number may be another set's: after shutdown() and init(), numbering restarts.
         is_same = members and (self.process_set_id == 0 or list(members.ranks) == self._ranks)
         return members if is_same else None
 
     def _included(self, members: Members) -> int:
-        rank = world.current().rank
+        rank = world.queried().rank
         if rank not in members.ranks:
             raise ValueError(
                 f"rank {rank} is not in {self}: only its ranks {list(members.ranks)} may use it"

@@ -381,6 +381,11 @@ def find() -> World | None:
     return _find() or _inherited
 
 
+def queried() -> World:
+    """Return the world for queries, as `find`; raise InvalidCallError before `init`."""
+    return find() or current()
+
+
 def _after_fork() -> None:
     """Stop a forked child (a DataLoader worker) being a rank: it has no engine thread."""
     global _process, _guard, _leaving, _left_guard, _inherited

@@ -18,9 +18,8 @@ from ... import settings
 from ...optim.peers import abort_steps
 from ...runtime.world import process_sets as sets
 from ...runtime.world import world
-from ...runtime.world.membership import World
 from ...runtime.world.process_sets import ProcessSet, global_process_set
-from ...runtime.world.world import current
+from ...runtime.world.world import current, queried
 from ...telemetry import timeline
 from .tensors import clear_handles
 
@@ -33,19 +32,14 @@ def is_initialized() -> bool:
     return world.find() is not None
 
 
-def _found() -> World:
-    """Return the world for queries, which a process forked from a rank answers as the rank does."""
-    return world.find() or current()
-
-
 def mpi_enabled() -> bool:
     """Tell whether the ranks are connected by MPI now."""
-    return is_initialized() and _found().transport.name == "mpi"
+    return is_initialized() and queried().transport.name == "mpi"
 
 
 def gloo_enabled() -> bool:
     """Tell whether the ranks are connected by gloo now."""
-    return is_initialized() and _found().transport.name == "torch.distributed"
+    return is_initialized() and queried().transport.name == "torch.distributed"
 
 
 def mpi_threads_supported() -> bool:
@@ -166,37 +160,37 @@ def join(device: int = -1) -> int:
 
 def size() -> int:
     """Return the number of ranks."""
-    return _found().size
+    return queried().size
 
 
 def rank() -> int:
     """Return this process's rank."""
-    return _found().rank
+    return queried().rank
 
 
 def local_size() -> int:
     """Return the number of ranks on this host."""
-    return _found().local_size
+    return queried().local_size
 
 
 def local_rank() -> int:
     """Return this rank's index on its host."""
-    return _found().local_rank
+    return queried().local_rank
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a rank with this local rank."""
-    return _found().cross_size
+    return queried().cross_size
 
 
 def cross_rank() -> int:
     """Return this host's index among the hosts that have a rank with this local rank."""
-    return _found().cross_rank
+    return queried().cross_rank
 
 
 def is_homogeneous() -> bool:
     """Tell whether all hosts have the same number of ranks."""
-    return _found().is_homogeneous
+    return queried().is_homogeneous
 
 
 def init(
