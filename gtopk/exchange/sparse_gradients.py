@@ -19,7 +19,7 @@ from collectives.telemetry import profiled
 from collectives.transports import Transport
 
 from .bucket_exchange import BucketExchange
-from .buckets.arrays import as_bytes
+from .buckets.arrays import as_bytes, current_streams
 from .exchange import Exchanged
 from .residual import ResidualSize
 
@@ -43,6 +43,8 @@ class SparseGradientExchange:
         self.names = [parameter_name]
         self.elements = parameter.numel()
         self._captured: tuple[torch.Tensor | None, int] = None, -1
+        self._gpus = [parameter.device] if parameter.is_cuda else []
+        self._on_stream = current_streams(self._gpus)
         self._indices, self._values = _entries(parameter, None)
         self._weight = self._scale = 1.0
         self._sum: torch.Tensor | None = None
@@ -84,6 +86,8 @@ class SparseGradientExchange:
         gradient = self._parameter.grad
         self._captured = gradient, -1 if gradient is None else gradient._version
         self._weight, self._scale = weight, scale
+        # The engine's thread, which reads the entries, has another current stream.
+        self._on_stream = current_streams(self._gpus)
         self._indices, self._values = _entries(self._parameter, gradient)
 
     def set_weight(self, weight: float, share: float) -> None:
@@ -129,6 +133,10 @@ class SparseGradientExchange:
 
     def reduce(self, transport: Transport) -> Exchanged:
         """Gather every rank's entries."""
+        with self._on_stream():
+            return self._gather(transport)
+
+    def _gather(self, transport: Transport) -> Exchanged:
         begun = time.perf_counter()
         with profiled("select"):
             # Weight them now: entries are not summed until the optimizer applies them.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from collectives.transports import LocalTransport
+from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
+from gtopk.exchange import sparse_gradients
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Average, Sum
 from gtopk.runtime.world import world
@@ -334,3 +339,31 @@ def test_embedding_that_becomes_sparse_in_an_early_bucket_is_replanned(threads):
 
     one, other = threads(2, program)
     assert torch.equal(one, other)
+
+
+def test_entries_are_read_on_the_stream_of_the_captured_gradient(monkeypatch) -> None:
+    """The engine's thread, which reads them, has another current stream of the GPU."""
+    now, active = ["of backward"], []
+
+    def streams(gpus: list[torch.device]) -> Any:
+        return partial(entered, now[0])
+
+    @contextmanager
+    def entered(stream: str) -> Iterator[None]:
+        active.append(stream)
+        yield
+        active.pop()
+
+    monkeypatch.setattr(sparse_gradients, "current_streams", streams)
+    parameter = torch.nn.Parameter(torch.zeros(4, WIDTH))
+    exchange = sparse_gradients.SparseGradientExchange("embedding", parameter, "embedding")
+    F.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
+    now[0] = "of the step"
+    exchange.capture_gradients(1.0, 1.0)
+    now[0] = "of the engine"
+    (transport,) = local_world(1)
+    gather = transport.allgather
+    read = []
+    monkeypatch.setattr(transport, "allgather", lambda m: (read.extend(active), gather(m))[1])
+    exchange.reduce(transport)
+    assert read == ["of the step"] * 2
