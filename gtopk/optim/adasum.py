@@ -23,7 +23,8 @@ from collectives.algorithms import adasum
 from collectives.transports import Transport
 
 from ..compression import Compression, Compressor
-from ..exchange.buckets.arrays import from_array, to_array
+from ..exchange.buckets.arrays import await_copies, begin_copy, flattened, from_array, view_dense
+from ..exchange.buckets.buckets import are_finite
 from ..exchange.buckets.parameters import (
     describe_parameter,
     name_parameters,
@@ -85,7 +86,10 @@ class Deltas:
         self._fused = [self._fuse(places) for places in by_dtype.values()]
 
     def _fuse(self, places: list[int]) -> _Fused:
-        arrays = [to_array(self._compressed[place][0]) for place in places]
+        tensors = [flattened(self._compressed[place][0]) for place in places]
+        copies = [begin_copy(tensor) if tensor.is_cuda else tensor for tensor in tensors]
+        await_copies(tensors)
+        arrays = [*map(view_dense, copies)]
         return _Fused(places, [array.size for array in arrays], np.concatenate(arrays))
 
     @property
@@ -203,7 +207,7 @@ class _AdasumOptimizer(Wrapping):
         # Parameters may have been added, such as those of an unfrozen layer.
         self._hooks.watch(trained if self._world.size > 1 else [])
         entries = [_entries(p.grad) for p in trained if p.grad is not None]
-        finite = all(bool(part.isfinite().all()) for part in entries)
+        finite = are_finite(entries)
         all_flags = self._run("finite", lambda transport, all_flags: all_flags, flags=finite)
         self._are_finite = all(all_flags)
         if self._are_finite:
@@ -284,7 +288,7 @@ class _AdasumOptimizer(Wrapping):
         self._run("adasum", lambda transport, all_flags: deltas.allreduce(transport))
         combined_at = time.perf_counter()
         changes = deltas.tensors()
-        finite = all(bool(change.isfinite().all()) for change in changes)
+        finite = are_finite(changes)
         # The combined changes are bit-identical, so either all ranks add them or none.
         if finite:
             for parameter, change in zip(parameters, changes, strict=True):

@@ -18,6 +18,7 @@ from collectives.transports import Transport
 
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import mean_square_ratio
+from ..exchange.buckets.buckets import are_finite
 from ..exchange.buckets.parameters import ParameterNames, with_gradients
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState
@@ -398,7 +399,7 @@ class Reducer:
         if self.stepping_mode or not self.hooks.order or self.peers.size == 1:
             return False
         gradients = [p.grad for p in self.hooks.order if p.grad is not None]
-        return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)
+        return not are_finite(gradients)
 
     def in_flight(self) -> dict[torch.nn.Parameter, Any]:
         """Return the operations of the buckets submitted so far in this step, by parameter."""

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ...exchange.buckets.buckets import is_finite
+from ...exchange.buckets.buckets import are_finite
 from ...optim.step_checks import SkipCounter
 from ...runtime.coordinator import Work
 from ..current_batch import LearningRate, Memory
@@ -131,7 +131,7 @@ class SkippedUpdates(SkipCounter):
         a row were skipped than are allowed.
         """
         self.count += 1
-        lost = [names[p] for p in trained if not all_finite([p.detach()])]
+        lost = [names[p] for p in trained if not are_finite([p.detach()])]
         if lost and self._in_a_row + 1 >= _LOST_AFTER:
             raise FloatingPointError(
                 f"rank {rank}: the shared model is no longer finite, in {lost[0]!r}, and no update "
@@ -140,7 +140,7 @@ class SkippedUpdates(SkipCounter):
         self.lengthen(
             lambda n: (
                 f"rank {rank}: {n} updates in a row were skipped, the last because the gradient of "
-                f"{next(names[p] for p in trained if not all_finite(gradients_of(p)))!r} is not "
+                f"{next(names[p] for p in trained if not are_finite(gradients_of(p)))!r} is not "
                 "finite"
             )
         )
@@ -149,18 +149,6 @@ class SkippedUpdates(SkipCounter):
 def gradients_of(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Return a parameter's gradient, if it has one."""
     return [] if parameter.grad is None else [parameter.grad]
-
-
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether tensors hold neither NaN nor infinity; reads all those on a GPU at once."""
-    on_gpu = []
-    for each in tensors:
-        values = each.coalesce().values() if each.is_sparse else each
-        if values.is_cuda:
-            on_gpu.append(values.isfinite().all())
-        elif not is_finite(values):
-            return False
-    return not on_gpu or bool(torch.stack(on_gpu).all())
 
 
 class Audit:
@@ -351,7 +339,7 @@ class WorkersBatch:
         if self._options.loss_reduction == "sum":
             for gradient in gradients:
                 gradient.div_(samples)
-        if all_finite(gradients):
+        if are_finite(gradients):
             self._writer.update(self._apply)
             self._table.add("samples", samples)
             self._skipped.end_row()

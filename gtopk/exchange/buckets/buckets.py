@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -172,13 +172,10 @@ class Bucket:
 
     def all_finite(self) -> bool:
         """Return whether this step's gradients hold neither NaN nor infinity."""
-        if not _on_gpu(self.device):
-            parts = self.addend()
-            return all(map(all_finite, parts if isinstance(parts, list) else [self.flat]))
-        # The infinity norm is not finite if any value is not, so there is only one number per
-        # gradient to read.
-        largest = torch._foreach_norm([g for g in self.gradients if g.numel()], math.inf)
-        return bool(torch.stack(largest).isfinite().all())  # waits for the GPU once
+        if _on_gpu(self.device):
+            return are_finite(self.gradients)
+        parts = self.addend()
+        return all(map(all_finite, parts if isinstance(parts, list) else [self.flat]))
 
     def addend(self) -> Gradient:
         """Return the gradients, before multiplication with `weight`, to add to a residual."""
@@ -406,11 +403,23 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch_dtype
 
 
-def is_finite(gradient: torch.Tensor) -> bool:
-    """Return whether a dense tensor holds neither NaN nor infinity."""
-    if gradient.is_contiguous() and not gradient.is_cuda:
-        return all_finite(view_array(gradient))
-    return bool(gradient.isfinite().all())
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether no tensor holds NaN or infinity; waits once for all those on GPUs."""
+    on_gpu = []
+    for tensor in tensors:
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        if _on_gpu(values.device):
+            on_gpu += [values] * (values.numel() > 0)
+        elif values.is_contiguous():
+            if not all_finite(view_array(values)):
+                return False
+        elif not values.isfinite().all():
+            return False
+    if not on_gpu:
+        return True
+    # The infinity norm is not finite if any value is not: one number per tensor to read.
+    norms = torch._foreach_norm(on_gpu, math.inf)
+    return bool(torch.stack([norm.to(on_gpu[0].device) for norm in norms]).isfinite().all())
 
 
 def _checksum(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

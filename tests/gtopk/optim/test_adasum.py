@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression, Compressor
 from gtopk.errors import HorovodInternalError
+from gtopk.exchange.buckets import buckets
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Adasum
 from gtopk.runtime.world import world
@@ -598,3 +599,13 @@ def test_optimizer_continues_in_the_next_world():
     one, other, left = ([*model.parameters()] for model in models)
     assert all(map(torch.equal, one, other))
     assert not any(map(torch.equal, one, left))
+
+
+def test_host_waits_for_a_gpu_once_for_all_gradients_and_once_for_all_changes(
+    threads, monkeypatch
+) -> None:
+    monkeypatch.setattr(buckets, "_on_gpu", lambda device: True)
+    read, own = [], torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda each: (read.append(1), own(each))[1])
+    threads(2, lambda transport: train(transport, OPTIMIZERS["sgd"]))
+    assert len(read) == 2 * 2 * 8  # of two ranks, in eight steps

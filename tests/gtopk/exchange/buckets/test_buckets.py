@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import weakref
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ import torch
 from collectives.kernels import accumulate_and_select
 from collectives.vector import SparseVector
 from gtopk.exchange.buckets import arrays, buckets
-from gtopk.exchange.buckets.buckets import Bucket
+from gtopk.exchange.buckets.buckets import Bucket, are_finite
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +177,35 @@ def test_gathered_gradients_are_weighted_and_scattered_back() -> None:
     with bucket.flat_on_host() as host:
         host *= 2
     assert bucket.flat.tolist() == [2.5] * 4 + [3.0] * 3
+
+
+LARGE = {
+    torch.float16: 60_000.0,
+    torch.bfloat16: 3e38,
+    torch.float32: 3e38,
+    torch.float64: 1e308,
+}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("dtype", LARGE, ids=str)
+def test_large_finite_gradients_count_as_finite(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, on_gpu: bool
+) -> None:
+    """Regression: the check used sums, and a sum of finite elements may overflow."""
+    monkeypatch.setattr(buckets, "_on_gpu", lambda device: on_gpu)
+    gradients = [torch.full(shape, LARGE[dtype], dtype=dtype) for shape in ((16, 8), (16,), ())]
+    assert are_finite([*gradients, gradients[0].t(), gradients[0].to_sparse()])
+    for spoilt in gradients:
+        for value in (math.inf, -math.inf, math.nan):
+            before = spoilt.clone()
+            spoilt.view(-1)[-1] = value
+            assert not are_finite(gradients)
+            spoilt.copy_(before)
+    gradients[0][3, 4] = math.nan
+    assert not are_finite([gradients[0].t()])
+    assert not are_finite([gradients[0].to_sparse()])
+    assert are_finite([torch.zeros(0)])
 
 
 class OnGpu(torch.Tensor):
