@@ -9,6 +9,7 @@ import torch
 
 from gtopk.adaptive.hogbatch.workers_batch import SkippedUpdates
 
+
 def test_too_many_skipped_updates_in_a_row_or_nonfinite_model_raise() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([math.nan, 0])
