@@ -30,7 +30,7 @@ import torch
 
 from collectives.transports import Transport
 
-from .buckets.arrays import from_array, to_array, zeros
+from .buckets.arrays import to_array, to_device, view_tensor, zeros
 from .buckets.buckets import Bucket, split_like, strides_of
 from .sampling import SWEEP, Sampling, times_sampled
 
@@ -276,26 +276,25 @@ class AdamSteps:
     ) -> torch.Tensor:
         """Add this step's sample to the shared moment; return R, [all rows], on the host."""
         sample = self._sampling.at(self._steps)
-        places = sample.places.to(gradient.device)
+        places = to_device(sample.places, gradient.device)
         # Half the bytes of float32 with the same range; float16 would lose small gradients.
-        sent = gradient[places].to(torch.bfloat16)
-        message = to_array(sent)
+        message = to_array(gradient[places].to(torch.bfloat16))
         # A copy, because the allreduce overwrites `message`.
-        own_sample = from_array(message, sent).to("cpu", self._shared_rows.dtype)
+        own_sample = view_tensor(message).to(self._shared_rows.dtype)
         if self._ranks > 1:
             transport.allreduce(message)
-        mean = from_array(message, sent).to(self._shared.dtype)
-        squares = mean.square()
+        # On the host, where the message is: copying squares back from a GPU would wait once more.
+        squares = view_tensor(message).to(self._shared_rows.dtype).square_()
         old_values = self._shared[places]
         # After the allreduce, which may raise, but before the first change.
         self._snapshot = _Snapshot(places, old_values, self._shared_rows.clone(), self._steps)
-        weights = self._sample_weights(sample.numbers).to(old_values)
+        weights = self._sample_weights(sample.numbers)
+        new_values = (to_device(each, places.device) for each in (squares, weights))
         # The first sample has weight 1, for which lerp returns the sample exactly: no trace of
         # UNKNOWN remains.
-        self._shared[places] = torch.lerp(old_values, squares, weights)
-        on_host = squares.cpu()
-        self._shared_rows.mul_(_ROW_DECAY).index_add_(0, sample.rows, on_host)
-        self.mean_square = SWEEP * float(on_host.sum())  # a sweep samples each coordinate once
+        self._shared[places] = torch.lerp(old_values, *new_values)
+        self._shared_rows.mul_(_ROW_DECAY).index_add_(0, sample.rows, squares)
+        self.mean_square = SWEEP * float(squares.sum())  # a sweep samples each coordinate once
         own_rows.mul_(_ROW_DECAY)
         if share:
             own_rows.index_add_(0, sample.rows, own_sample.square_().div_(share))
@@ -350,31 +349,31 @@ class AdamSteps:
         self, gradient: torch.Tensor, share: float, own: OwnMoments, ratios: torch.Tensor | None
     ) -> None:
         vectors = (gradient, own.first, own.second, self._shared)
-        parts = zip(*(each.split(self._sizes) for each in vectors), strict=True)
-        row_ratios = (
-            [None] * len(self.rows)
-            if ratios is None
-            else ratios.to(gradient.device).split(self.rows)
-        )
-        for age, steps, hyper, rows, ratio, part in zip(
-            own.ages.tolist(),
-            self._steps,
-            self._hypers,
-            self.rows,
-            row_ratios,
-            parts,
-            strict=True,
-        ):
+        ends, row_ends = ([*itertools.accumulate(e, initial=0)] for e in (self._sizes, self.rows))
+        on_device = None if ratios is None else to_device(ratios, gradient.device)
+        options = [*zip(own.ages.tolist(), self._steps, self._hypers, strict=True)]
+        # Neighbours with equal options, usually all parameters, share a GPU's launches.
+        for (age, steps, hyper), run in itertools.groupby(range(len(options)), options.__getitem__):
             if hyper is None:
                 continue
+            numbers = [*run]
+            first, end = numbers[0], numbers[-1] + 1
             bias1, bias2 = 1.0 - hyper.beta1**age, 1.0 - hyper.beta2**age
             times = times_sampled(steps)
-            own_part = 1.0 if ratio is None else max(_PRIOR / (_PRIOR + times), _LEAST_OWN)
-            for g, m, v, s, r in _pieces(part, rows, ratio):
+            ratio, own_part = None, 1.0
+            if on_device is not None:
+                ratio = on_device[row_ends[first] : row_ends[end]] / (bias2 * share)
+                own_part = max(_PRIOR / (_PRIOR + times), _LEAST_OWN)
+            spans = [each[ends[first] : ends[end]] for each in vectors]
+            sizes, rows = self._sizes[first:end], self.rows[first:end]
+            for g, m, v, s, by_rows in _pieces(spans, sizes, rows, ratio):
                 m.lerp_(g, 1.0 - hyper.beta1)
                 v.mul_(hyper.beta2).addcmul_(g, g, value=(1.0 - hyper.beta2) / share)
                 # From here on g is scratch space for the step: m and v include the gradient.
-                torch.mul(v, 1.0 / (bias2 * share) if r is None else r / (bias2 * share), out=g)
+                if ratio is None:
+                    torch.mul(v, 1.0 / (bias2 * share), out=g)
+                for step, second_moment, each in by_rows:
+                    torch.mul(second_moment, each, out=step)
                 # After a whole sweep every coordinate has a sample, so UNKNOWN cannot occur.
                 if ratio is not None and times > 1:
                     g.mul_(own_part).add_(s, alpha=1.0 - own_part)
@@ -420,12 +419,13 @@ class AdamSteps:
         if self._snapshot is None:
             return
         places, shared, rows, steps = self._snapshot
-        ends = [*itertools.accumulate(self._sizes, initial=0)]
+        ends = torch.tensor([*itertools.accumulate(self._sizes, initial=0)], device=places.device)
+        bounds = torch.searchsorted(places, ends).tolist()  # places are ascending
         row_ends = [*itertools.accumulate(self.rows, initial=0)]
         counts = list(self._steps)
         for number in numbers:
-            in_parameter = (places >= ends[number]) & (places < ends[number + 1])
-            self._shared[places[in_parameter]] = shared[in_parameter]
+            sampled = slice(*bounds[number : number + 2])
+            self._shared[places[sampled]] = shared[sampled]
             row_slice = slice(*row_ends[number : number + 2])
             self._shared_rows[row_slice] = rows[row_slice]
             counts[number] = steps[number]
@@ -453,15 +453,32 @@ def rows_of(parameter: torch.Tensor) -> int:
 
 
 def _pieces(
-    vectors: Sequence[torch.Tensor], rows: int, ratio: torch.Tensor | None
+    vectors: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    rows: Sequence[int],
+    ratios: torch.Tensor | None,
 ) -> Iterator[tuple[Any, ...]]:
-    """Return pieces of the vectors, [rows, row length], and their ratios, sized for a CPU cache."""
-    elements = max(1, vectors[0].numel())
-    # On a GPU a single piece, as each takes ten launches.
-    piece_lengths = rows, elements
-    if vectors[0].device.type == "cpu":
-        piece_lengths = max(1, _PIECE * rows // elements), _PIECE
-    if rows == 1 or ratio is None:
-        return zip(*(each.split(piece_lengths[1]) for each in vectors), itertools.repeat(ratio))
-    split = (each.view(rows, -1).split(piece_lengths[0]) for each in vectors)
-    return zip(*split, ratio.view(rows, 1).split(piece_lengths[0]), strict=True)
+    """Yield pieces of g, m, v and s, each with views of g and v, [rows, row length], and ratios.
+
+    vectors: of parameters side by side, with these sizes and rows. ratios: one for each row.
+    """
+    each_ratio = [None] * len(rows) if ratios is None else ratios.split([*rows])
+    parts = [*zip(*(each.split([*sizes]) for each in vectors), rows, each_ratio, strict=True)]
+    # On a GPU a single piece, as each takes ten launches; on a CPU pieces that fit in its cache.
+    if vectors[0].device.type != "cpu":
+        by_rows = [
+            (g.view(count, -1), v.view(count, -1), ratio.view(count, 1))
+            for g, _, v, _, count, ratio in parts
+            if ratio is not None
+        ]
+        yield *vectors, by_rows
+        return
+    for *part, count, ratio in parts:
+        if count == 1 or ratio is None:
+            split = zip(*(each.split(_PIECE) for each in part), itertools.repeat(ratio))
+        else:
+            length = max(1, _PIECE * count // max(1, part[0].numel()))
+            of_rows = [*(each.view(count, -1) for each in part), ratio.view(count, 1)]
+            split = zip(*(each.split(length) for each in of_rows), strict=True)
+        for g, m, v, s, each in split:
+            yield g, m, v, s, [] if each is None else [(g, v, each)]

@@ -8,6 +8,7 @@ import pickle
 import re
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import load_latest, save_checkpoint
 from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
+from gtopk.exchange import adamw
 from gtopk.exchange.adamw import _pieces
 from gtopk.exchange.bucket_exchange import mean_square_ratio
 from gtopk.exchange.sampling import SWEEP
@@ -127,13 +129,45 @@ def test_default_dtype_changes_nothing():
     np.testing.assert_array_equal(expected, other)
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (1, 2), (100, 1), (100, 2)])
-def test_gpu_computes_a_parameters_step_in_one_piece(rows, ranks):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gpu_computes_neighbours_steps_in_one_piece(ranks):
     """Each piece takes ten launches. The meta device stands for a GPU."""
-    vectors = [torch.zeros(300_000, device="meta") for _ in range(4)]
-    ratios = None if ranks == 1 else torch.ones(rows, device="meta")
-    (piece,) = _pieces(vectors, rows, ratios)
-    assert [each.numel() for each in piece[:4]] == [300_000] * 4
+    sizes, rows = [300_000, 0, 7], [100, 1, 1]
+    vectors = [torch.zeros(sum(sizes), device="meta") for _ in range(4)]
+    ratios = None if ranks == 1 else torch.ones(sum(rows), device="meta")
+    ((*whole, by_rows),) = _pieces(vectors, sizes, rows, ratios)
+    assert [each.numel() for each in whole] == [300_007] * 4
+    shapes = [each.shape for _, *views in by_rows for each in views]
+    assert shapes == ([] if ranks == 1 else [(100, 3000), (100, 1), (1, 0), (1, 1), (1, 7), (1, 1)])
+
+
+def test_steps_in_one_piece_have_the_same_bits(threads, monkeypatch):
+    """As on a GPU; neighbours differ in their learning rates, and one has no gradient at first."""
+
+    def program(transport: LocalTransport) -> np.ndarray:
+        model = network()
+        parameters = list(model.parameters())
+        with world.entered(transport):
+            groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02}]
+            own = torch.optim.AdamW(groups, lr=0.01)
+            named = model.named_parameters()
+            optimizer = DistributedOptimizer(own, named, Compression.gtopk(0.1))
+            for step in range(70):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                parameters[-1].grad = parameters[-1].grad if step > 2 else None
+                optimizer.step()
+        return flat(parameters)
+
+    expected = threads(2, program)
+
+    def in_one(vectors: list[torch.Tensor], *others: Any) -> Any:
+        on_gpu = [SimpleNamespace(device=torch.device("cuda"), split=v.split) for v in vectors]
+        ((*_, by_rows),) = _pieces(on_gpu, *others)
+        return [(*vectors, by_rows)]
+
+    monkeypatch.setattr(adamw, "_pieces", in_one)
+    np.testing.assert_array_equal(threads(2, program), expected)
 
 
 @pytest.mark.parametrize("size", [1, 2])
