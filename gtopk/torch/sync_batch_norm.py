@@ -141,7 +141,7 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
     mean = variance = torch.zeros(input.shape[1], dtype=torch.float64, device="cpu")
     if count:
         parts = torch.var_mean(wide, _all_but_channels(input), correction=0)
-        variance, mean = (part.to("cpu", torch.float64) for part in parts)
+        variance, mean = torch.stack(parts).to("cpu", torch.float64)  # waits for a GPU once
     own_statistics = {
         "count": torch.tensor([count], device="cpu"),
         "mean": mean[None],
@@ -204,13 +204,14 @@ class _Normalize(torch.autograd.Function):
         if needs_bias:
             gradients[2] = sum_dy.to(ctx.bias_dtype)
         if needs_input:
+            on_host = torch.stack([sum_dy, sum_dy_xmu]).to("cpu", torch.float64)
             handles = [
                 mpi_ops.allreduce_async(
-                    _weighted(tensor.to("cpu", torch.float64), ctx.rank_weight),
+                    _weighted(tensor, ctx.rank_weight),
                     name=f"sync_batch_norm.{name}",
                     op=mpi_ops.Sum,
                 )
-                for name, tensor in (("sum_dy", sum_dy), ("sum_dy_xmu", sum_dy_xmu))
+                for name, tensor in zip(("sum_dy", "sum_dy_xmu"), on_host, strict=True)
             ]
             # With weight 0 the optimizer multiplies this gradient by 0, so it must be finite.
             total = ctx.total * max(ctx.rank_weight, 1)
