@@ -93,7 +93,10 @@ def require_place(array: Any, own: int | None, rank: int) -> None:
     own = span.device if own is None else own
     if span.device == own and span.is_contiguous:
         return
-    way_out = f"; {OWN_GPU}, before anything is on a GPU" if span.device != own else ""
+    way_out = ""
+    if span.device != own:
+        way_out = f"; {OWN_GPU}, before anything is on a GPU; for a model on several GPUs set "
+        way_out += "GTOPK_TRANSPORT=staged"
     strides = array.stride() if is_tensor(array) else array.strides
     raise ValueError(
         f"rank {rank} uses GPU {own}: arrays must be contiguous and on that GPU, got one on GPU "

@@ -16,7 +16,8 @@ rank from receiving: it is staged through the host. `exchange` and `exchange_all
 NCCL is reached through CuPy. Without CuPy, dense collectives use torch's NCCL on tensors. If the
 ranks can use neither (`device_choice`), everything is staged.
 
-Only tested against a model of NCCL and CUDA so far; see tests/collectives/fake_cuda.py.
+With several ranks only tested against a model of NCCL and CUDA so far; see
+tests/collectives/fake_cuda.py.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from .gpu import (
     require_message,
     require_place,
     span_of,
+    visible_gpus,
 )
 from .nccl_collectives import CupyCollectives
 from .reductions import loses_nan, parts_of
@@ -132,7 +134,7 @@ class NcclTransport(StagedTransport):
         return self._collectives is not None and self._collectives.sends_messages
 
     def carries(self, tensor: Any) -> bool:
-        kind, device = self.tensor_place.partition(":")[0], tensor.device
+        kind, device = "cuda" if self._torch_backend == "nccl" else "cpu", tensor.device
         # CuPy's collectives support these dtypes, too.
         is_known = span_of(tensor).dtype in (*TorchCollectives.dtypes, "bool")
         if self._is_staged() or device.type != kind or not is_known:
@@ -161,7 +163,10 @@ class NcclTransport(StagedTransport):
     def tensor_place(self) -> str:
         if self._torch_backend != "nccl":
             return "cpu"
-        return "cuda" if self._device is None else f"cuda:{self._device}"
+        if self._device is not None:
+            return f"cuda:{self._device}"
+        # Not the thread's current GPU, which may be another rank's.
+        return f"cuda:{self.host.neighbours().index(self.rank) % (visible_gpus() or 1)}"
 
     def connect(self, device: int | None = None) -> None:
         """Connect NCCL, once; device: the GPU if automatic, None: the current one."""

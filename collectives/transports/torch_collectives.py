@@ -6,8 +6,8 @@ its address to the others over the host transport.
 Every wait polls `is_completed` on the host: it ends after the transport's timeout, and when a peer
 has left. So torch's own watchdog, which would end the process, never fires.
 
-With backend "gloo" the same calls run on tensors in host memory, for tests without a GPU. It has
-not run over NCCL yet.
+With backend "gloo" the same calls run on tensors in host memory, for tests without a GPU.
+Over NCCL it has only run with a single rank.
 """
 
 from __future__ import annotations

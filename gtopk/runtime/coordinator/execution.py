@@ -170,12 +170,11 @@ def part_of(
     ready: ReadyOperation,
     operation: Operation | None,
     shadow_work: ShadowWork | None,
-    device: str = "cpu",
+    transport: Transport,
 ) -> Part:
-    """Return this rank's part in an operation.
+    """Return this rank's part in an operation on a transport.
 
     operation: this rank's own; None: it has joined, and did not submit the operation.
-    device: the device of the tensors that the transport carries.
     Raises RuntimeError if the operation has no stand-in for a joined rank.
     """
     name, spec, all_flags = ready
@@ -190,7 +189,7 @@ def part_of(
             )
         work = shadow_work(name, spec.join_descriptor)
     # If one rank has its tensors on the host, all ranks reduce on the host.
-    device = device if all_on_gpu(all_flags) else ""
+    device = transport.tensor_place if all_on_gpu(all_flags) else ""
     return Part(
         name, all_flags, [neutral_array(layout, device) for layout in spec.dense], work, None
     )
@@ -255,8 +254,9 @@ class Execution:
         then stay unfinished. A MismatchError occurs on all ranks alike, and only ends its own
         operation.
         """
-        device = self.transport.tensor_place
-        parts = [part_of(each, operations.get(each.name), shadow_work, device) for each in ready]
+        parts = [
+            part_of(each, operations.get(each.name), shadow_work, self.transport) for each in ready
+        ]
         # An operation's arrays may be in several groups. It begins with its first group; its work
         # runs after its last.
         unreduced = [len(part.dense) for part in parts]  # arrays to be reduced

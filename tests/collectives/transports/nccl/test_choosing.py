@@ -57,6 +57,15 @@ def test_rank_uses_the_gpu_given_as_device(cuda: Any) -> None:
     assert sorted(c.device for c in cuda.communicators) == [4, 5]
 
 
+@pytest.mark.parametrize(("gpus", "places"), [(8, [0, 1, 2]), (2, [0, 1, 0]), (1, [0, 0, 0])])
+def test_rank_that_has_joined_before_it_connects_stands_in_on_its_own_gpu(
+    cuda: Any, gpus: int, places: list[int]
+) -> None:
+    cuda.gpus = gpus
+    transports = [NcclTransport(host, automatic=True) for host in local_world(3)]
+    assert [each.tensor_place for each in transports] == [f"cuda:{place}" for place in places]
+
+
 def test_rank_opens_no_context_on_other_gpus(cuda: Any) -> None:
     transport = NcclTransport(local_world(1)[0], device=5)
     transport.leave("done")
