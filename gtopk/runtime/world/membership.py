@@ -96,8 +96,10 @@ def emulate_given(transport: Transport, texts: Sequence[str]) -> None:
 
 
 def visible_gpus() -> int:
-    """Return the number of GPUs that torch can use here, without opening one."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Return the number of GPUs here, without opening one."""
+    # Not `is_available`: it starts CUDA, after which forked processes cannot use it, nor does
+    # setting CUDA_VISIBLE_DEVICES have an effect.
+    return torch.cuda.device_count()
 
 
 def over_gpus(transport: Transport, gpus_of_ranks: Sequence[int]) -> Transport:

@@ -143,7 +143,7 @@ def take_generators() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "python": (version, np.array(words, np.uint32), gauss),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

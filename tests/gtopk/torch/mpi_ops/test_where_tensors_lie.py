@@ -144,6 +144,12 @@ def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "gtopk"]
 
 
+def test_gpus_are_counted_without_starting_cuda(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", None)  # it would start CUDA
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert membership.visible_gpus() == 2
+
+
 def test_nccl_is_chosen_when_every_rank_sees_a_gpu(threads, caplog) -> None:
     def program(transport: LocalTransport) -> None:
         over = over_gpus(transport, [1, 8])
