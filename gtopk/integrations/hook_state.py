@@ -121,13 +121,14 @@ class HookSteps:
         bucket_exchanges = ended_pass.bucket_exchanges
         self._expect(bucket_exchanges)
         ended, before = self._ended or 0.0, self._ended_before
+        waited_since, waited_seconds = self._last_wait(ended_pass)
         self.last = report(
             ended_pass,
             step=self._world.step,
-            compute_seconds=max(0.0, ended - before - self._waited_seconds) if before else 0.0,
+            compute_seconds=max(0.0, ended - before - waited_seconds) if before else 0.0,
             # If backward waited for each bucket, it waited for all of the engine's work.
-            waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
-            waited_seconds=self._waited_seconds,
+            waits=[(waited_since if overlapped else 0.0, math.inf)],
+            waited_seconds=waited_seconds,
             expected=self._expected,
             skipped=ended_pass.is_void,
             gradient_norm=gradient_norm(bucket_exchanges, self.clip_factor),
@@ -140,6 +141,15 @@ class HookSteps:
             steps = self.counted.steps
             self.stragglers.note(steps, self.last.compute_seconds or None)
         note_step(self._world, self.last, steps, bucket_exchanges)
+
+    def _last_wait(self, ended_pass: PassTransaction) -> tuple[float, float]:
+        """Return when the program began to wait for the exchange last, and the seconds of all."""
+        since = self._waited_since or 0.0
+        # On a GPU it first waits for gradients that were only launched, which is computing.
+        exchanged = ended_pass.exchanged.values()
+        ready = [each.ready_at for each in exchanged if each.ready_at is not None]
+        begun = max([since, *(min(each, self._ended or 0.0) for each in ready)])
+        return begun, self._waited_seconds - (begun - since)
 
     def _expect(self, bucket_exchanges: Sequence[BucketExchange]) -> None:
         """Predict the exchange of the last step's buckets; measure links after the first step."""

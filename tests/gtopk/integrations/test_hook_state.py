@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from collectives.transports import Transport
 from gtopk.compression import GTopK
 from gtopk.errors import HorovodInternalError
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
-from gtopk.exchange.exchange import Progress
+from gtopk.exchange.exchange import Exchanged, Progress
+from gtopk.integrations import hook_state
 from gtopk.integrations.hook_state import HookState, HookSteps
 from gtopk.integrations.passes import PassTransaction
 from gtopk.optim.peers import Peers
@@ -23,7 +25,7 @@ from gtopk.optim.step_transaction import NOT_FINITE
 from gtopk.runtime.coordinator import Operation
 from gtopk.runtime.world import world
 from gtopk.telemetry.reading import read_run
-from gtopk.telemetry.step_report import parts
+from gtopk.telemetry.step_report import StepReport, parts
 
 
 def test_steps_of_a_hook_are_reported_and_recorded(
@@ -80,6 +82,31 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 assert step.report.algorithm == "gtopk"
         assert rank.steps[-1].bytes_so_far > 0
         assert [note.step for note in rank.residuals] == [1, 3]  # counted: 1 and 2
+
+
+def test_time_until_a_gpu_has_computed_the_gradients_counts_as_computing(
+    threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([1.0, 2.0, 3.0, 10.0])
+    monkeypatch.setattr(hook_state, "time", SimpleNamespace(perf_counter=lambda: next(now, 10.0)))
+
+    def program(transport: Transport) -> StepReport | None:
+        with world.entered(transport) as here:
+            peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
+            hook_steps = HookSteps(peers, GTopK(0.1), Progress())
+            hook_steps._sizes = [0]  # its links are measured
+            for _ in range(2):
+                hook_steps.note_submit()
+                hook_steps.note_wait_end()
+                ended = PassTransaction()
+                ended.exchanged[0] = Exchanged("gtopk", 1, 1, 0, 1, 0, True, True, ready_at=8.0)
+                ended.spans.append((3.0, 9.0))
+                hook_steps.close(ended, overlapped=True)
+            return hook_steps.last
+
+    (found,) = threads(1, program)
+    assert (found.compute_seconds, found.synchronize_seconds) == (6.0, 2.0)
+    assert found.hidden_seconds == 5.0
 
 
 class Hook(HookState):
