@@ -40,7 +40,10 @@ class NonFiniteError(CollectiveError):
 
 
 class PeerError(CollectiveError):
-    """A peer is gone, and this job cannot go on."""
+    """A peer is gone, and this job cannot go on.
+
+    Only `leave` the transport: the next operation would take late messages of this one for its own.
+    """
 
 
 class PeerTimeoutError(PeerError):

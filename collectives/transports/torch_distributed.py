@@ -256,10 +256,11 @@ class TorchDistributedTransport(Carrier):
             # Gloo's thread puts an empty reply into the mailbox, so that this wait also has the
             # mailbox's timeout and ends when a peer leaves.
             work = self._group.allreduce([self._torch.from_numpy(array)], options)
-            work.get_future().add_done_callback(
-                lambda done: self.mailbox.put(_REDUCED, self.rank, _NOTHING)
-            )
+            reduced = work.get_future()
+            reduced.add_done_callback(lambda done: self.mailbox.put(_REDUCED, self.rank, _NOTHING))
             self.mailbox.pop_reply(self, _REDUCED)
+            while not reduced.done():  # that was the reply of a call that had timed out
+                self.mailbox.pop_reply(self, _REDUCED)
             # The call has ended; `wait` only raises its error.
             work.wait()
         except RuntimeError as error:

@@ -286,9 +286,11 @@ class DenseExchange:
         return self.residual is None or not self.residual.has_moments
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        # Nothing to add or scale: the gradients already are the sum.
-        if transport.size == 1 and self.residual is None and bucket.weight * bucket.scale == 1.0:
-            self._is_alone, begun = True, Timestamp(bucket.device)
+        self._is_alone = (
+            transport.size == 1 and self.residual is None and bucket.weight * bucket.scale == 1.0
+        )
+        if self._is_alone:  # nothing to add or scale: the gradients already are the sum
+            begun = Timestamp(bucket.device)
             return _dense(bucket, transport, begun, begun, finite=bucket.all_finite())
         by_torch = self.residual is None and only_torch_reaches(bucket, transport)
         transport = transport_of(transport, bucket, by_torch or bucket.device.type == "cuda")
@@ -323,7 +325,6 @@ class DenseExchange:
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place; the residual keeps the part of it that 16 bits cannot hold."""
         if self._is_alone:
-            self._is_alone = False
             return
         if self._sum is not None:
             self._sum.apply(bucket)

@@ -140,6 +140,7 @@ def _on_host(array: Array) -> Array:
 class NodeExchange(SparseExchange):
     """Top-k of each node's dense sum, with error feedback. Raises ValueError on a GPU."""
 
+    compression: Hierarchical
     finds_nonfinite = False  # only the shard's owner would find them
 
     def __init__(self, bucket: Bucket, compression: Hierarchical, progress: Progress) -> None:
@@ -150,14 +151,14 @@ class NodeExchange(SparseExchange):
             )
         super().__init__(bucket, compression, progress)
         self._length = bucket.length
-        self._across = compression.across
-        self._node_size = compression.node_size
         self._hierarchy: Hierarchy | None = None
 
     def _locate(self, transport: Transport) -> tuple[Hierarchy, slice]:
         """Return the hierarchy, and this rank's shard of the vector."""
         if self._hierarchy is None:
-            self._hierarchy = Hierarchy(transport, find_nodes(transport, self._node_size))
+            self._hierarchy = Hierarchy(
+                transport, find_nodes(transport, self.compression.node_size)
+            )
         return self._hierarchy, self._hierarchy.shard(self._length)
 
     def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
@@ -202,9 +203,7 @@ class NodeExchange(SparseExchange):
         self, picked: SparseVector, transport: Transport, format: Format
     ) -> tuple[SparseVector, SparseVector]:
         hierarchy, _ = self._locate(transport)
-        return hierarchy.reduce(
-            picked, self.k, self._length, format=format, **{**self.options, "across": self._across}
-        )
+        return hierarchy.reduce(picked, self.k, self._length, format=format, **self.options)
 
     def _remove_sent(
         self, picked: SparseVector, returned: SparseVector, update: SparseVector

@@ -177,11 +177,6 @@ class Residual:
         return self._memory[0].array
 
     @property
-    def velocity(self) -> NDArray[Any] | None:
-        """Return the velocity, [n]; None without momentum correction."""
-        return self._memory[1].array if self.momentum else None
-
-    @property
     def owner_errors(self) -> NDArray[Any]:
         """Return the rounding errors of the sums that this rank owns, [n]."""
         return self._memory[self._names.index(OWNER_ERROR)].array

@@ -153,7 +153,7 @@ class SparseGradientExchange:
             unsent_sum = self._sum_unsent(transport)
         communicate_seconds = time.perf_counter() - prepared
         dimensions = self._common_dimensions(
-            [int(part[:8].view(np.int64)[0]) for part in all_indices]
+            transport.ranks, [int(part[:8].view(np.int64)[0]) for part in all_indices]
         )
         rows = _joined([part[8:] for part in all_indices], torch.int64).reshape(-1, dimensions).t()
         gathered = _joined(all_values, values.dtype)
@@ -191,12 +191,12 @@ class SparseGradientExchange:
         transport.allreduce(total.view(-1).numpy())
         return total
 
-    def _common_dimensions(self, dimensions: Sequence[int]) -> int:
+    def _common_dimensions(self, ranks: Sequence[int], dimensions: Sequence[int]) -> int:
         """Return the common number of sparse dimensions; a rank without entries sends 0.
 
-        Raises MismatchError if the ranks' numbers differ.
+        ranks: the world ranks, for the error. Raises MismatchError if the ranks' numbers differ.
         """
-        rank_of = {count: rank for rank, count in enumerate(dimensions) if count}
+        rank_of = {count: rank for rank, count in zip(ranks, dimensions, strict=True) if count}
         if len(rank_of) > 1:
             raise MismatchError(
                 f"the sparse gradient of '{self.names[0]}' has "

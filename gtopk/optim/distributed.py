@@ -322,7 +322,7 @@ class _DistributedOptimizer(Readings):
             )
         # The scaler is updated by now: read its new scale to the host while backward runs.
         prefetch_scale(self.scaler)
-        self._synchronized, self._agreed = False, None
+        self._synchronized, self._skip, self._agreed = False, False, None
         self._corrected.forget()
         self._reducer.drop()
         self._listener.drop()

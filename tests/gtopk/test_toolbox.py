@@ -214,6 +214,29 @@ def test_mean_of_independent_gradients_within_local_clip_norm_is_kept(threads, r
         assert float(moved.norm()) == pytest.approx(0.999)
 
 
+def test_single_rank_clips_after_a_skipped_step():
+    weight = torch.nn.Parameter(torch.zeros(4))
+    with world.entered(local_world(1)[0]):
+        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), local_clip_norm=1.0)
+        for value in (float("nan"), 100.0):
+            weight.grad = torch.full((4,), value)
+            optimizer.step()
+    assert float(weight.detach().norm()) == pytest.approx(1.0)
+
+
+def test_gradients_after_a_skipped_and_cleared_exchange_may_be_stepped_as_they_are():
+    weight = torch.nn.Parameter(torch.zeros(4))
+    with world.entered(local_world(1)[0]):
+        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        weight.grad = torch.full((4,), float("nan"))
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        weight.grad = torch.ones(4)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert torch.equal(weight.detach(), -torch.ones(4))
+
+
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.1)], ids=repr)
 def test_changing_loss_scale_does_not_rescale_the_residual(threads, compression):
     """With the scaler passed in, results equal those without one: powers of 2 are exact."""

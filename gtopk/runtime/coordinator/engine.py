@@ -336,9 +336,9 @@ class Engine:
             self._announced[operation.name] = operation
         self._announced_joining |= joins
         self._announced_leaving |= leaves is not None
-        announcement = self._announcement(submitted, joins, leaves)
         self._waiting_in = next(iter(self._announced), "join" if self._announced_joining else "")
         try:
+            announcement = self._announcement(submitted, joins, leaves)
             with self.transport.operation(self._waiting_in or "a cycle"):
                 gathered = gather_announcements(self.transport, announcement, self._table.slots)
             self._apply(gathered)
@@ -366,11 +366,12 @@ class Engine:
 
     def _stuck_operation(self) -> str | None:
         """Return the operation that the only submitting thread has awaited for 0.5 s, if any."""
-        # With several threads, another one may submit what the other ranks wait for.
-        if len(self._submitters) != 1:
-            return None
-        (thread,) = self._submitters
-        operation = self._announced.get(self._waited_for.get(thread, ""))
+        with self._changed:  # another thread may submit its first operation meanwhile
+            # With several threads, another one may submit what the other ranks wait for.
+            if len(self._submitters) != 1:
+                return None
+            (thread,) = self._submitters
+            operation = self._announced.get(self._waited_for.get(thread, ""))
         if operation is None or operation.finished is None:
             return None
         is_long = time.perf_counter() - operation.announced > _STUCK_SECONDS

@@ -20,7 +20,7 @@ import torch
 from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Transport, local_world
 from collectives.transports.rendezvous import StoreCounter, connect, listen
-from collectives.transports.torch_distributed import join_at
+from collectives.transports.torch_distributed import _REDUCED, join_at
 from collectives.transports.transport import end_process
 
 
@@ -143,6 +143,18 @@ def test_messages_are_on_the_host_for_any_default_device(
         return [int(message[0]) for message in gathered]
 
     assert in_world("torch.distributed", 2, program) == [[0, 1]] * 2
+
+
+def test_reply_of_an_allreduce_that_timed_out_does_not_end_the_next_one(
+    in_world: Callable[..., object],
+) -> None:
+    def program(transport: Any) -> tuple[int, bool]:
+        array = np.ones(transport.native_bytes() // 4, np.int32)
+        transport.mailbox.put(_REDUCED, transport.rank, np.empty(0, np.uint8))
+        transport.allreduce(array)
+        return int(array.max()), transport.mailbox._box(_REDUCED, transport.rank).empty()
+
+    assert in_world("torch.distributed", 2, program) == [(2, True)] * 2
 
 
 def test_end_process_exits_with_a_broken_output_pipe(monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
@@ -286,22 +287,27 @@ def test_step_without_sparse_entries_on_any_rank_changes_nothing(threads, missin
     threads(2, program)
 
 
-def test_unequal_sparse_dimensions_raise_and_name_the_ranks(threads):
+def test_unequal_sparse_dimensions_raise_and_name_the_ranks(threads, monkeypatch):
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
     def program(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(4, WIDTH))
         with world.entered(transport):
-            optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
-            if transport.rank:
+            pair = hvd.add_process_set([1, 2])
+            if transport.rank == 0:
+                return
+            optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=pair)
+            if transport.rank == 2:
                 give_sparse_gradient(parameter)
             else:
                 F.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
             with pytest.raises(
                 HorovodInternalError,
-                match="1 sparse dimensions on rank 0, 2 sparse dimensions on rank 1; use the same ",
+                match="1 sparse dimensions on rank 1, 2 sparse dimensions on rank 2; use the same ",
             ):
                 optimizer.step()
 
-    threads(2, program)
+    threads(3, program)
 
 
 @pytest.mark.parametrize("option", ["local_clip_norm", "global_clip_norm"])

@@ -166,6 +166,29 @@ def test_deadlock_raises_on_all_ranks_and_later_operations_run(threads):
     assert threads(3, with_engine(program)) == [(text, 3.0, 3.0)] * 3
 
 
+def test_a_second_thread_may_begin_while_the_engine_asks_which_one_is_stuck(threads):
+    class Slow(set):
+        def __len__(self) -> int:
+            size = super().__len__()
+            time.sleep(0.05)
+            return size
+
+    def program(engine: Engine, rank: int) -> None:
+        engine._submitters = Slow()
+        waiting = [
+            threading.Thread(target=lambda name=name: engine.submit(name, [], nothing).wait())
+            for name in "ab"
+        ]
+        for each in waiting:
+            time.sleep(0.3 * rank)
+            each.start()
+            time.sleep(0.1)
+        for each in waiting:
+            each.join()
+
+    threads(2, with_engine(program))
+
+
 def test_name_in_flight_is_refused_until_its_operation_ends(threads):
     def program(engine: Engine, rank: int) -> None:
         held = threading.Event()
