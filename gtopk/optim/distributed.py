@@ -309,7 +309,7 @@ class _DistributedOptimizer(Readings):
 
         Also undo an update by `synchronize` (say of a discriminator's gradients from the
         generator's loss), and restore the residual. The update stays sent if a parameter has
-        changed since, as when another optimizer steps instead.
+        changed since, as when another optimizer steps instead, or if a rank has joined.
         Warns of non-finite gradients that were not exchanged: if a GradScaler skipped the step on
         this rank alone, the rank is a step behind the others from then on.
         """

@@ -317,8 +317,8 @@ class Reducer:
         self.commit()
 
     def _roll_back(self) -> None:
-        """Undo the exchange of the last applied update."""
-        if self._applied is not None:
+        """Undo the exchange of the last applied update, unless a joined rank keeps it."""
+        if self._applied is not None and not self._applied.some_joined:
             self._applied.undo()
             self._applied, self._rolled_back = None, True
             self.progress.steps -= 1
@@ -385,9 +385,10 @@ class Reducer:
         """Discard the gradients computed towards the next step.
 
         An update that no step has used is undone: the residual is as before it. All ranks do so
-        alike; a rank that does not has a diverged replica anyway. A transaction that has begun
-        continues until the next step, because other ranks may be in it. It will be void, as the
-        gradients will have changed by then.
+        alike; a rank that does not has a diverged replica anyway. Once a rank has joined, the
+        update stays sent: that rank has sent its part, and does not learn that it was discarded.
+        A transaction that has begun continues until the next step, because other ranks may be in
+        it. It will be void, as the gradients will have changed by then.
         """
         if self._applied is not None and not self._applied.has_changed_parameters:
             self._roll_back()

@@ -195,7 +195,7 @@ def _kind_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
 def require_check(
     check_every: int | None, on_divergence: str | None, choices: Sequence[str] = ("error", "warn")
 ) -> None:
-    """Raise ValueError or TypeError for invalid check options; ways: allowed on_divergence."""
+    """Raise ValueError or TypeError for invalid check options; choices: of on_divergence."""
     if check_every is not None:
         check_count("check_every", check_every)
     if on_divergence is not None:

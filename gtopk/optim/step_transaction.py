@@ -62,6 +62,7 @@ class StepTransaction(RecordedStep):
     changed: void: on some rank gradients were changed after their bucket was submitted.
     unplanned: void: some rank has a gradient that belongs to no bucket.
     aborted: void: some rank joined before its end.
+    some_joined: some rank had joined: it cannot undo its part once the update is applied.
     culprits: by rank, the parameters with non-finite gradients; empty if all are finite, even if
         their sum is not.
     preempted: the ranks that received SIGTERM; known once the last bucket has run.
@@ -85,7 +86,7 @@ class StepTransaction(RecordedStep):
         clip: LocalClip,
     ) -> None:
         super().__init__(list(bucket_exchanges))
-        self.changed = self.unplanned = self.aborted = False
+        self.changed = self.unplanned = self.aborted = self.some_joined = False
         self.culprits: dict[int, list[str]] = {}
         self.preempted: list[int] = []
         self.lacking: dict[int, list[str]] = {}
@@ -320,6 +321,7 @@ class StepTransaction(RecordedStep):
         if last:
             places = enumerate(all_flags)
             self.preempted = [transport.ranks[n] for n, flags in places if flags & PREEMPTED]
+            self.some_joined = not all(flags & _PRESENT for flags in all_flags)
         self.changed |= any(flags & _CHANGED for flags in all_flags)
         self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
         # If all ranks have aborted, the last bucket may run before others.

@@ -208,3 +208,25 @@ def test_repeated_synchronize_counts_each_exchange(threads: Any) -> None:
             assert own_state(optimizer)["steps"] == 2
 
     threads(2, program)
+
+
+@pytest.mark.parametrize("compression", [Compression.shards(2, 3), Compression.gtopk(0.3)])
+def test_discarded_update_stays_sent_once_a_rank_has_joined(threads: Any, compression: Any) -> None:
+    """The joined rank has sent its residual for good, and does not learn of the discard."""
+
+    def program(transport: LocalTransport) -> int:
+        model = layers()
+        with world.entered(transport) as here:
+            optimizer = distribute(model, compression)
+            for step in range(4 if transport.rank else 2):
+                backward(model, transport.rank, step)
+                if step == 2:
+                    optimizer.synchronize()
+                    optimizer.zero_grad()
+                    backward(model, transport.rank, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            here.engine.join().wait()
+            return optimizer._reducer.steps
+
+    assert threads(2, program) == [5, 5]
