@@ -128,8 +128,8 @@ def _views(
     """Yield each parameter's name and views of its parts of the residual, in its shape."""
     for bucket_exchange in bucket_exchanges:
         if isinstance(bucket_exchange, SparseGradientExchange):
-            if bucket_exchange.unsent is not None:
-                yield bucket_exchange.names[0], {"residual": bucket_exchange.unsent}
+            if (unsent := bucket_exchange.after_last_step()) is not None:
+                yield bucket_exchange.names[0], {"residual": unsent}
             continue
         if (residual := bucket_exchange.residual) is None:
             continue

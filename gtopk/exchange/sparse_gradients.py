@@ -60,6 +60,10 @@ class SparseGradientExchange:
         """Return whether there is a residual."""
         return self.unsent is not None
 
+    def after_last_step(self) -> torch.Tensor | None:
+        """Return `unsent` as it was before a step that may still be undone."""
+        return self.unsent if self._sent is None else self._sent
+
     def record(self) -> dict[str, Any]:
         """Return the bucket's record for a checkpoint: its parameter's name."""
         return {"names": self.names, "regions": None}

@@ -161,6 +161,8 @@ def test_discard_restores_residuals_sent_with_a_sparse_gradient(threads: Any) ->
             for _ in range(2):
                 table(torch.tensor([0])).sum().backward()
                 optimizer.synchronize()
+                saved = own_state(optimizer)["held"][transport.rank]["weight"]["residual"]
+                assert_same(saved.to(left.dtype), left)
                 optimizer.zero_grad()
             before = table.weight.detach().clone()
             (table(torch.tensor([0])) * 0).sum().backward()
