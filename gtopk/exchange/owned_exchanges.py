@@ -72,9 +72,9 @@ class ShardExchange(SparseExchange):
         if self.residual.may_be_misplaced:
             self._move_to_owners(transport)
         gradient = bucket.flat if self.residual.has_moments else bucket.gather()
-        # Check the whole gradient: NaN outside this shard would only show in a later step.
-        self._is_nonfinite = not all_finite(gradient)
         self.residual.accumulate(gradient)
+        # All of it: NaN or infinity outside this shard would stay once this step has counted.
+        self._is_nonfinite = not all_finite(self.residual.values)
         indices = self._indices(self._shard)
         return SparseVector(indices, self.residual.values[indices], bucket.length)
 

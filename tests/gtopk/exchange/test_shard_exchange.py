@@ -168,6 +168,25 @@ def test_skipped_step_leaves_residuals_owner_errors_and_parameters() -> None:
     assert not any(skipped for _, skipped in ranks)
 
 
+def test_residual_that_overflows_outside_the_shard_skips_the_step() -> None:
+    def program(transport: LocalTransport) -> tuple[list[bool], np.ndarray]:
+        parameter = torch.nn.Parameter(torch.zeros(32))
+        model = torch.nn.ParameterList([parameter])
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.shards(4, 32))
+            skipped = []
+            for step in range(6):
+                parameter.grad = torch.zeros(32)
+                parameter.grad[-1] = 3.4e38 * (transport.rank == 0 and step < 3)
+                optimizer.step()
+                skipped.append(optimizer.last_step.skipped)
+            return skipped, held(optimizer)
+
+    for skipped, left in run_ranks(local_world(2, 30), program):
+        assert skipped == [False, False, True, False, False, False]
+        assert np.isfinite(left).all()
+
+
 def test_shards_are_exchanged_within_a_process_set_only(threads: Any) -> None:
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model, alone = layers(), layers()
