@@ -351,7 +351,9 @@ class AdamSteps:
         vectors = (gradient, own.first, own.second, self._shared)
         ends, row_ends = ([*itertools.accumulate(e, initial=0)] for e in (self._sizes, self.rows))
         on_device = None if ratios is None else to_device(ratios, gradient.device)
-        options = [*zip(own.ages.tolist(), self._steps, self._hypers, strict=True)]
+        # Excluded parameters take no step: with eps=0 it would be 0 / 0.
+        hypers = [None if n in self._excluded else each for n, each in enumerate(self._hypers)]
+        options = [*zip(own.ages.tolist(), self._steps, hypers, strict=True)]
         # Neighbours with equal options, usually all parameters, share a GPU's launches.
         for (age, steps, hyper), run in itertools.groupby(range(len(options)), options.__getitem__):
             if hyper is None:
@@ -407,7 +409,7 @@ class AdamSteps:
         self._snapshot = None
 
     def exclude(self, numbers: Collection[int]) -> None:
-        """Add no decay for these parameters in this step: no rank has a gradient for them."""
+        """Leave these parameters out of this step: no rank has a gradient for them."""
         self._excluded = numbers
 
     def undo_part(self, numbers: Sequence[int]) -> None:
