@@ -195,6 +195,7 @@ class Replica:
         self._momentum = momentum
         self._previous_center = self._copy() if momentum else []
         self.reduction = RoundExchange(self.parameters, compression)
+        self._equal_weight = 1.0  # one over the ranks
 
     def _copy(self) -> list[torch.Tensor]:
         return [tensor.detach().clone() for tensor in self._own]
@@ -234,23 +235,34 @@ class Replica:
 
     def exchange(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:
         """Return S, reduced from all ranks' weighted offsets; None if it is not finite."""
+        self._equal_weight = 1.0 / transport.size
         return self.reduction.reduce(transport, weight)
+
+    def _unsent(self, weight: float) -> list[torch.Tensor] | None:
+        """Return what this replica must keep, by parameter; None if that is nothing."""
+        unsent = self.reduction.residual_views
+        # With weight 0 it sent zeros, but may hold others' entries: errors of rounded sums, or a
+        # shard of its node's offsets.
+        if unsent is None or not (weight or any(part.any() for part in unsent)):
+            return None
+        return unsent
 
     @torch.no_grad()
     def merge(self, update: list[torch.Tensor] | None, weight: float) -> None:
         """Move the center by S, and the replica to the center plus the offset that it did not send.
 
         update: None, on all ranks: every replica is reset to the old center.
-        weight: 0: this replica becomes the center, too.
+        weight: 0: this replica becomes the center, too, plus entries of others that returned to it.
         """
         if update is not None:
             self._move_center(update)
         self.reset()
-        unsent = self.reduction.residual_views
-        self.was_center = update is None or unsent is None or not weight
-        if unsent is not None and not self.was_center:
+        unsent = None if update is None else self._unsent(weight)
+        self.was_center = unsent is None
+        if unsent is not None:
             # The residual holds weighted offsets: o' = (w o - s + r) / w.
-            torch._foreach_add_(list(self._own), _as_like(unsent, self.center), alpha=1 / weight)
+            scale = 1 / (weight or self._equal_weight)
+            torch._foreach_add_(list(self._own), _as_like(unsent, self.center), alpha=scale)
         self.reduction.clear_residual()
 
     @torch.no_grad()
@@ -258,24 +270,24 @@ class Replica:
         """Move the center by S, and the replica towards the center by the part that it has sent.
 
         update: None, on all ranks: every replica is reset to the old center.
-        force: 0: this replica becomes the center, too.
+        force: 0: this replica becomes the center, too, plus entries of others that returned to it.
         """
-        self.was_center = update is None or not force
+        unsent = None if update is None else self._unsent(force)
+        self.was_center = update is None or (not force and unsent is None)
         if update is None:
             self.reduction.clear_residual()
             self.reset()
             return
         # Before the center moves: the reduced offsets are relative to its current position.
         moved = torch._foreach_mul(self.offsets(), force)
-        unsent = self.reduction.residual_views
         if unsent is not None:
             torch._foreach_sub_(moved, _as_like(unsent, self.center))
-        torch._foreach_sub_(list(self._own), moved)
         self._move_center(update)
         if force:
             self._show_center()
         else:
             self.reset()
+        torch._foreach_sub_(list(self._own), moved)
         self.reduction.clear_residual()
 
     def _move_center(self, update: list[torch.Tensor]) -> None:

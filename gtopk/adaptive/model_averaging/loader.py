@@ -392,7 +392,9 @@ class MergingLoader(LoaderBase[MergingOptions]):
         if self._mega_batches.strategy.force or self._weights is None:
             replica.collapse()
             return
-        offset = replica.weighted_offset(self._weights[self._world.rank])
+        # A lost replica has weight 0, and any offset of an equal weight.
+        weight = self._weights[self._world.rank] or 1.0 / self._world.size
+        offset = replica.weighted_offset(weight)
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             if any(all_flags):

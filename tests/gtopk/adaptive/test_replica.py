@@ -170,6 +170,36 @@ def test_nonfinite_replica_becomes_the_center_after_merge() -> None:
         close(world.center + left, start + 0.5 * offsets[0] + 0.5 * offsets[2])
 
 
+@pytest.mark.parametrize("how", ["merge", "pull"])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        hvd.Compression.gtopk(density=0.2, values="int3"),
+        hvd.Compression.oktopk(density=0.2, values="int4"),
+        hvd.Compression.hierarchical(density=0.2, inside="dense", node_size=2),
+    ],
+    ids=repr,
+)
+def test_entries_of_others_that_return_to_a_lost_replica_are_conserved(
+    compression: Any, how: str
+) -> None:
+    world = World(4, compression)
+    world.train()
+    with torch.no_grad():
+        world.replicas[1].parameters[1][2] = float("nan")
+    weights = [0.3, 0.0, 0.3, 0.4] if how == "merge" else [0.2, 0.0, 0.2, 0.2]
+    factors = weights if how == "merge" else [1.0, 0.0, 1.0, 1.0]
+    mean = [factor * world.offsets()[rank] for rank, factor in enumerate(factors) if factor]
+    start = world.center
+    world.merge(weights, how)
+    assert not world.replicas[1].was_center
+    factors[1] = 0.25 if how == "merge" else 1.0  # the share of an equal weight
+    left = sum(factor * o for factor, o in zip(factors, world.offsets(), strict=True))
+    # Elastic replicas stay where they are, while the center moves.
+    moved = world.center - start if how == "merge" else 4 * (world.center - start)
+    close(moved + left, sum(mean))
+
+
 def test_overflowing_sum_resets_all_replicas_to_the_center() -> None:
     world = World(2, hvd.Compression.none)
     start = world.center
