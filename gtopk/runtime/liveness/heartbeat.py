@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ... import settings
 from .companion import Setting, write_note
-from .watch import Peer
+from .watch import Beat, Peer, State, distances
 from .watchdog import command_of
 
 # `collectives` needs NumPy; `gtopk doctor` must choose an address even if NumPy is broken.
@@ -196,10 +196,25 @@ class Heartbeat:
             warning_seconds=self._warning_seconds,
             peers=[Peer(rank, *place) for rank, (*place, _) in enumerate(introductions)],
         )
+        self._send_first_beat()
         # A daemon thread does not keep the process alive after the program ends.
         threading.Thread(
             target=self._receive_losses, args=(self._launch(),), name="gtopk-heartbeat", daemon=True
         ).start()
+
+    def _send_first_beat(self) -> None:
+        """Send the first beat, from which on the others watch this rank.
+
+        The companion sends the next one. It takes a moment to start, in which a host may be lost.
+        """
+        peers = self._setting.peers
+        beat = Beat(self._rank, self._rank, State.ALIVE, time.monotonic_ns())
+        datagram = beat.encode(bytes.fromhex(self._setting.secret))
+        for distance in distances(len(peers)):
+            peer = peers[(self._rank + distance) % len(peers)]
+            with contextlib.suppress(OSError):  # as of a network that is down
+                if peer.address:
+                    self._socket.sendto(datagram, (peer.address, peer.port))
 
     def lost(self, wait_seconds: float = 0.0) -> LostRank | None:
         """Return the first lost rank; wait at most `wait_seconds` for a report of one."""

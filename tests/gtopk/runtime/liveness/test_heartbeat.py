@@ -221,6 +221,20 @@ def test_close_waits_for_the_companion_and_closes_all_files(system, monkeypatch)
     assert heartbeat.lost() is None
 
 
+def test_rank_is_watched_before_its_companion_runs(monkeypatch):
+    """A host that is lost in between has said that it was there."""
+    both = [Heartbeat(transport, TIMEOUT, TIMEOUT, launcher=0) for transport in local_world(2)]
+    introductions = [each.introduction for each in both]
+    monkeypatch.setattr(Heartbeat, "_launch", lambda self: None)
+    monkeypatch.setattr(Heartbeat, "_receive_losses", lambda self, companion: None)
+    for each in both:
+        each.start(introductions)
+    for rank, each in enumerate(both):
+        beat = Beat.decode(each._socket.recv(1000), bytes.fromhex(each._setting.secret))
+        assert (beat.sender, beat.about, beat.state) == (1 - rank, 1 - rank, State.ALIVE)
+        each.close()
+
+
 def test_companion_that_ends_while_its_rank_leaves_is_not_replaced():
     heartbeat = Heartbeat(local_world(1)[0], TIMEOUT, TIMEOUT, launcher=0)
     heartbeat._setting = SimpleNamespace(peers=["rank 0"])
