@@ -209,8 +209,8 @@ def require_mpirun() -> Path:
     folder = _temporary_folder()
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(4096))  # a full disk may still take an empty file
     except OSError as error:
         if identify(mpirun).vendor == "Open MPI":
             raise LaunchError(

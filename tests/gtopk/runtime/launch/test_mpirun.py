@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -235,6 +236,18 @@ def test_temporary_folder_that_cannot_be_used_is_refused_before_the_start(
     message = f"cannot write to the temporary folder '{tmp_path / name}' .*: set TMPDIR to a folder"
     with pytest.raises(LaunchError, match=message):
         run(2, python("pass"))
+
+
+def test_full_temporary_folder_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = executable(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.8'")
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: fake)
+    message = r"\(No space left on device\): set TMPDIR to a folder"
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: full)
+        with pytest.raises(LaunchError, match=message):
+            run(2, python("pass"))
 
 
 def test_run_on_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
