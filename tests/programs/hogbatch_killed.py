@@ -1,7 +1,7 @@
 """A worker ends in a given way in the middle of an epoch; the others take over its samples.
 
-Arguments: the rank that ends, how ("killed" or "exception"), a folder for results, and whether the
-others call shutdown() ("yes" or "no").
+Arguments: the rank that ends, how ("killed", "exit" or "exception"), a folder for results, and
+whether the others call shutdown() ("yes" or "no").
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def main(rank: int, how: str, folder: Path, shuts_down: str) -> None:
                 ending.touch()
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if how == "exit":
+                    sys.exit()
                 raise RuntimeError("boom")
             while epoch == ENDS_IN_EPOCH and not ending.exists():
                 time.sleep(0.01)  # otherwise a slow one finds the epoch done without it

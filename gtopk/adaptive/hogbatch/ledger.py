@@ -120,7 +120,8 @@ ROW: Final = np.dtype(
 class WorkerTable:
     """The workers' rows, and the head that they share.
 
-    rows: ROW [workers]; head: HEAD [1]; me: this worker's place.
+    rows: ROW [workers]; head: HEAD [1]; place: this worker's.
+    gone: the places of workers that have died, or left, within a round.
     """
 
     def __init__(self, memory: NodeMemory) -> None:
@@ -129,6 +130,7 @@ class WorkerTable:
         end = self.size_bytes(memory.places)
         self.rows: np.ndarray[Any, Any] = memory.bytes[HEAD.itemsize : end].view(ROW)
         self.place = memory.place
+        self.gone: set[int] = set()
 
     @staticmethod
     def size_bytes(workers: int) -> int:
@@ -151,9 +153,9 @@ class WorkerTable:
         return int(self.rows[field].sum())
 
     def others(self) -> list[int]:
-        """Return the places of the other workers with living processes."""
-        places = range(self._memory.places)
-        return [p for p in places if p != self.place and self._memory.is_present(p)]
+        """Return the places of the other workers that still take part."""
+        places = set(range(self._memory.places)) - self.gone - {self.place}
+        return [place for place in sorted(places) if self._memory.is_present(place)]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -191,8 +193,9 @@ class Ledger:
     notes: int16 [2, length]; 0: not claimed, -1: done, -2: given back, else a worker's place + 1.
     counter: several nodes share it, and each takes stretches from it; None: one node.
     departure_reason: maps a worker's place to the known reason of its end; "": none is known. A
-              worker that is frozen or cannot be reached is given up, although its process lives.
-    on_death: called once with the place of a worker that has died within a round.
+              worker that has left, is frozen or cannot be reached is given up, although its
+              process lives.
+    on_death: called once with the place of a worker that has died, or left, within a round.
     """
 
     def __init__(
@@ -215,7 +218,6 @@ class Ledger:
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
         self._departure_reason, self._on_death = departure_reason, on_death
-        self._dead: set[int] = set()
         self._head = table.head
         self._number = table.place + 1
         self.round = 1  # round 1 ends when the worker is ready to begin
@@ -443,22 +445,24 @@ class Ledger:
     def _report_dead_workers(self) -> None:
         """Report workers that have died since the last call; raise PeerError if none may die."""
         for place in range(self._memory.places):
-            if place in self._dead or place == self._workers.place:
+            if place in self._workers.gone or place == self._workers.place:
                 continue
             is_present = self._memory.is_present(place)
             why = self._departure_reason(place)
             # Read last: a worker that has ended its round may leave at any time, and is not dead.
             if self._workers.rows["over"][place] >= self.round:
                 continue
-            if not self._ranks_may_leave and (why or not is_present):
+            if is_present and not why:
+                continue
+            if not self._ranks_may_leave:
                 raise PeerError(
                     f"rank {self._ranks[place]} left ({why or 'its process has died'}) in the "
                     "middle of an epoch; to continue without ranks that die, use "
                     "adapt(..., ranks_may_leave=True)"
                 )
-            if not is_present:
-                self._dead.add(place)
-                self._on_death(place)
+            # Also if its process lives: it may wait for the others, in shutdown() or at its end.
+            self._workers.gone.add(place)
+            self._on_death(place)
 
 
 def pause_seconds(waited_seconds: float) -> float:

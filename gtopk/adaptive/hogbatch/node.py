@@ -212,10 +212,11 @@ class NodeMerges:
     def _await_leader(self) -> None:
         """Wait until the first worker of this node has merged the epoch."""
         node, begun = self._node, time.monotonic()
-        leader, seconds = node.ranks[0], self._world.transport.timeout_seconds
+        transport = self._world.transport
+        leader, seconds = node.ranks[0], transport.timeout_seconds
         while True:
             # Read first: between the two reads the worker may merge and its process end.
-            is_present = node.memory.is_present(0)
+            is_present = node.memory.is_present(0) and not departure_reason(transport, leader)
             if node.table.head["merged"][0] >= node.ledger.round:
                 return
             node.ledger.require_healthy()
@@ -414,5 +415,6 @@ def warn_of_few_cores(rows: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -
 
 def departure_reason(transport: Transport, rank: int) -> str:
     """Return the known reason of a rank's end; "" if none is known."""
+    transport.collect_departures()  # nothing else does, as no operation runs within an epoch
     notice = transport.departures().get(rank)
     return notice.reason if notice else ""

@@ -73,6 +73,13 @@ def test_other_ranks_finish_after_a_process_is_killed(tmp_path: Path) -> None:
         assert rank == KILLED or output == f"{last_line(rank)}\n"
 
 
+def test_other_ranks_finish_after_one_exits(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    """Regression: they waited for it until the timeout, and it for them at its program's end."""
+    job = mpirun(RANKS, "hogbatch_killed.py", str(KILLED), "exit", str(tmp_path), "yes")
+    assert job.returncode == 0, job.stderr
+    check(tmp_path)
+
+
 @pytest.mark.faults
 @pytest.mark.skipif(VENDOR != "Open MPI", reason="other mpiruns end all ranks with the killed one")
 @pytest.mark.parametrize("shuts_down", ["yes", "no"])
