@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -82,6 +82,7 @@ def replicate(
     local_residual: bool | None = None,
     scaler: Any = None,
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
+    ignored_params: Collection[torch.nn.Parameter] | None = None,
     **options: Any,
 ) -> ReplicaState:
     """Let the replicas of a sharded model exchange its gradients with gTop-k; all ranks call it.
@@ -94,6 +95,8 @@ def replicate(
         rank computes the steps of its shard and selects from them. They cannot be clipped then.
     compression, adam_steps, local_residual, scaler, max_skipped_steps, options: as in
         `gtopk.ddp.GTopKState`. Replicas are compared after the first step and every 100.
+    ignored_params: those given to fully_shard. Nothing exchanges their gradients: average them over
+        all ranks in the script.
     Joins the ranks (`hvd.init`) if nobody has yet. Raises ValueError for options out of range, for
     a model or mesh other than described, and for complex parameters; TypeError for an option that
     it does not have.
@@ -117,12 +120,21 @@ def replicate(
     # Only after the checks, so that a rejected model or mesh does not leave a world open.
     here = join_world()
     units = units_of(model)
-    require_all_sharded(model, units.values(), here.rank)
+    ignored = {*(ignored_params or ())}
+    require_all_sharded(model, units.values(), ignored, here.rank)
     for unit in units.values():
         unit.require_sharded_only()
     place = place_in(replicas, [p for unit in units.values() for p in unit.parameters])
     state = ReplicaState(
-        model, [*units.values()], place, chosen, scaler, max_skipped_steps, optimizer, adam_options
+        model,
+        [*units.values()],
+        place,
+        chosen,
+        scaler,
+        max_skipped_steps,
+        optimizer,
+        adam_options,
+        ignored,
     )
     # Set the hooks last: after an error above, the model still trains with FSDP alone.
     for module, unit in units.items():
@@ -193,9 +205,10 @@ class ReplicaState(HookState):
         max_skipped_steps: int,
         optimizer: torch.optim.Optimizer | None = None,
         of_adam: Mapping[str, Any] | None = None,
+        ignored: Collection[torch.Tensor] = (),
     ) -> None:
         self.process_set = place.replicas
-        self._model, self._place = model, place
+        self._model, self._place, self._ignored = model, place, ignored
         self._bucket_exchanges = {
             unit: BucketExchanges(partial(self._open_bucket_exchange, unit)) for unit in units
         }
@@ -204,6 +217,7 @@ class ReplicaState(HookState):
         peers = Peers(here, place.replicas.engine, name, ranks, takes_part=True)
         by_adam = of_adam or {"adam": None}
         super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, by_adam)
+        self._checks.foreign.update(dict.fromkeys(ignored, True))
         # Nothing broadcasts the model to the replicas, so they may differ from the start.
         self._replicas = HookReplicas(peers, self._steps.counted, self._centers)
         # Parameters whose gradients the last pass set to NaN.
@@ -216,7 +230,7 @@ class ReplicaState(HookState):
     def _parameters(self) -> set[torch.Tensor]:
         """Return the model's parameters, sharded and gathered ones: both may have gradients."""
         return {
-            *self._model.parameters(),
+            *(p for p in self._model.parameters() if p not in self._ignored),
             *(p for unit in self._bucket_exchanges for p in unit.parameters),
         }
 
@@ -319,7 +333,7 @@ class ReplicaState(HookState):
     def _end_pass(self) -> None:
         """Agree with all ranks on whether the step counts, and begin another."""
         require_outermost(self._model, self._world.rank)
-        require_all_sharded(self._model, self._bucket_exchanges, self._world.rank)
+        require_all_sharded(self._model, self._bucket_exchanges, self._ignored, self._world.rank)
         self._finish()
         if (comparison := self._replicas.begin()) is not None:
             self._replicas.check.end(comparison.wait(), {})

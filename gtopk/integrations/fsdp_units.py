@@ -245,16 +245,19 @@ def require_outermost(model: torch.nn.Module, rank: int) -> None:
         )
 
 
-def require_all_sharded(model: torch.nn.Module, units: Iterable[Unit], rank: int) -> None:
+def require_all_sharded(
+    model: torch.nn.Module, units: Iterable[Unit], ignored: Iterable[torch.Tensor], rank: int
+) -> None:
     """Raise ValueError for a trained parameter that no unit has: nothing exchanges its gradient."""
-    known = {parameter for unit in units for parameter in unit.in_model}
+    known = {*ignored, *(parameter for unit in units for parameter in unit.in_model)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in known:
             raise ValueError(
                 f"rank {rank}: parameter '{plain_name(name)}' was not sharded when replicate was "
                 "called, so its gradient would not be exchanged and replicas would differ: call "
-                "fully_shard first, on modules with all trained parameters, then replicate; or "
-                "freeze this one"
+                "fully_shard first, on modules with all trained parameters, then replicate; freeze "
+                "this one; or average its gradient in the script, and pass it to both as "
+                "ignored_params="
             )
 
 
@@ -329,7 +332,8 @@ class ShardGroups(HookGroups):
                 raise ValueError(
                     f"the optimizer steps a parameter of shape {list(parameter.shape)} that "
                     "fully_shard has not sharded: create the optimizer after fully_shard, with "
-                    "sharded parameters only, or pass adam_steps='after'"
+                    "sharded parameters only (another one may step ignored_params), or pass "
+                    "adam_steps='after'"
                 )
         self._views: dict[torch.Tensor, dict[str, tuple[DTensor, torch.Tensor]]] = {}
 

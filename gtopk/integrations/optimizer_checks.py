@@ -230,6 +230,7 @@ class OptimizerChecks:
         optimizer's. None: the optimizer's own state shows it.
     retire: a method, referred to weakly, called when another hook has taken over the model.
     is_retired: whether another hook, or other code, has the model.
+    foreign: parameters outside the model that were warned of, or that the script averages itself.
     checked: the optimizers that it has checked, which belong to the model, each with the number of
         the model's passes by its last step.
     corrected: the gradients that a correction turned into steps, to refuse clipping in every step:
@@ -255,10 +256,10 @@ class OptimizerChecks:
         self._skips, self._compression, self._rank, self._ranks = skips, compression, rank, ranks
         self._logs_advice, self._hint, self._stepped = logs_advice, hint, stepped
         self.checked = WeakKeyDictionary[torch.optim.Optimizer, int]()
-        # Optimizers that stepped before the first pass; parameters outside the model, searched for
-        # once, as that takes a tenth of a second.
+        # Optimizers that stepped before the first pass.
         self._waiting = WeakSet[torch.optim.Optimizer]()
-        self._foreign = WeakTensorKeyDictionary()
+        # Searched for once, as that takes a tenth of a second.
+        self.foreign = WeakTensorKeyDictionary()
         # Not derived from `checked`, because a replaced optimizer disappears from it.
         self._has_warned = self._has_searched_own = self._has_stepped = False
         self._note = None if residuals is None else ResidualNote(residuals)
@@ -363,7 +364,7 @@ class OptimizerChecks:
                 )
             return
         outside = stepped.difference(*(skips.parameters() for skips in _all_skips))
-        found = {p for p in outside if p not in self._foreign and not self._is_sharded(p)}
+        found = {p for p in outside if p not in self.foreign and not self._is_sharded(p)}
         new = found - in_other_ddp(found)
         for ddp in ddps_of(own) if new else ():
             for name, parameter in ddp["_modules"]["module"].named_parameters():
@@ -377,7 +378,7 @@ class OptimizerChecks:
                         "hook, after thawing or adding layers; or freeze them only after wrapping, "
                         "with find_unused_parameters=True"
                     )
-        self._foreign.update(dict.fromkeys(found, True))
+        self.foreign.update(dict.fromkeys(found, True))
         if foreign := [p for p in parameters_of(optimizer) if p in new]:
             _log.warning(
                 "rank %d: %s steps %s outside the hook's model, the first of shape %s: these "

@@ -542,7 +542,7 @@ def test_replicate_refuses_unsharded_models_and_wrong_meshes() -> None:
 
 
 def test_parameters_that_are_not_sharded_before_replicate_are_refused() -> None:
-    expected = rf"rank {RANK}: parameter '2\.weight' was not sharded.* call fully_shard first"
+    expected = rf"rank {RANK}: parameter '2\.weight' was not .* fully_shard first.*ignored_params="
 
     def replicated_in_part() -> torch.nn.Module:
         model = network()
@@ -565,6 +565,34 @@ def test_parameters_that_are_not_sharded_before_replicate_are_refused() -> None:
         model[2].requires_grad_(True)
         with pytest.raises(ValueError, match=expected):
             train(model, range(1, 2))
+
+
+def test_ignored_parameters_are_left_to_the_script() -> None:
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        model = network()
+        bias = model[1].bias
+        fully_shard(model, mesh=MESH["shard"], ignored_params={bias})
+        optimizers = [
+            kind([p for p in model.parameters() if p is not bias], lr=0.1),
+            torch.optim.SGD([bias], lr=0.1),
+        ]
+        options = {"optimizer": optimizers[0], "ignored_params": {bias}}
+        state = fsdp.replicate(model, MESH["replicate"], 1.0, **options)
+
+        def steps(model=model, bias=bias, optimizers=optimizers) -> None:
+            for step in range(2):
+                loss(model, step).backward()
+                torch.distributed.all_reduce(bias.grad)
+                bias.grad /= 4
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        assert not [text for text in logged(steps) if "outside" in text]
+        assert state.progress.steps == 2
+        if kind is torch.optim.SGD:
+            expected = reference(range(2))[1].bias
+            torch.testing.assert_close(bias, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_replicate_refuses_parameters_with_copies_on_ranks_of_a_replica() -> None:
