@@ -322,7 +322,11 @@ class OptimizerChecks:
                 require_plain(optimizer.state.values(), self._rank)
                 if self._logs_advice:
                     can_select = groups_to_step_before(optimizer, self._compression) is not None
-                    log_advice(optimizer, self._compression, self._hint if can_select else "")
+                    hint = self._hint if can_select else ""
+                    unstepped = {*parameters}.difference(parameters_of(optimizer))
+                    if hint and any(p.requires_grad for p in unstepped):
+                        hint = f"let one optimizer, in groups, step all parameters, and {hint}"
+                    log_advice(optimizer, self._compression, hint)
             if self._note is not None:
                 norm = self._note.take(optimizer)
                 if norm is not None and not (self._has_stepped or self._skips.is_loaded):

@@ -79,3 +79,16 @@ def test_container_may_call_step_of_the_hooks_optimizer():
     with pytest.raises(ValueError, match="another SGD steps its model"):
         sgd_with_gradient(parameter).step()
     del hook
+
+
+def test_advice_to_optimizers_of_a_model_in_parts_is_to_use_one(caplog):
+    one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    skips = HookSkips(lambda: {one, other}, 3)
+    compression = Compression.gtopk(density=0.5)
+    checks = OptimizerChecks(skips, compression, 0, logs_advice=True, hint="give it to the hook")
+    for parameters in ([one], [one, other]):
+        caplog.clear()
+        checks.check(torch.optim.AdamW(parameters))
+        text = " ".join(caplog.messages)
+        assert "give it to the hook" in text
+        assert ("let one optimizer, in groups, step all" in text) == (len(parameters) == 1)
