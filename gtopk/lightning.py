@@ -33,6 +33,13 @@ from .telemetry.sinks import scalars_of_step
 __all__ = ["GTopK", "compress"]
 
 
+class _TrainersState(GTopKState):
+    """A hook's state whose messages name what a LightningModule has."""
+
+    _accumulation_hint = "within `with self.trainer.model.no_sync():`"
+    _clipping_hint = "The Trainer's gradient_clip_val clips before the moments"
+
+
 class GTopK(Callback):
     """Registers gTop-k with a Trainer whose strategy is "ddp", or a DDPStrategy.
 
@@ -70,7 +77,7 @@ class GTopK(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         options: dict[str, Any] = {"optimizer": optimizer, "scaler": scaler, **self._options}
-        self.state = GTopKState(self._density, **options)
+        self.state = _TrainersState(self._density, **options)
         if trainer.gradient_clip_val:
             self._take_over_clipping(self.state, trainer, float(trainer.gradient_clip_val))
         if self._loaded:
