@@ -1,12 +1,11 @@
 """Fine-tune a language model with Hugging Face's Trainer: all weights, or LoRA's.
 
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune           # a small untrained GPT-2
-torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune --dense
+torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune --dense   # with the same ramp
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune --model FOLDER --rank 8   # LoRA
 
-LoRA adapts a pretrained model: give one with --model. Its gradients are small anyway: 1.2 MB for
-GPT-2 at rank 8. Compress them if steps still wait for the network. With all weights (500 MB) steps
-nearly always wait on Ethernet.
+LoRA adapts a pretrained model: give one with --model. Its gradients are small (1.2 MB for GPT-2 at
+rank 8), so compress them only if steps wait. With all weights (500 MB) they do on Ethernet.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> float:
     """Train, and return the loss on held-out text, which is equal on all ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dense", action="store_true", help="Trainer without the callback")
-    parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--model", help="for from_pretrained; without: a small one, of bytes")
     parser.add_argument("--rank", type=int, default=0, help="of LoRA; 0: all weights are trained")
     parser.add_argument("--steps", type=int, default=200)
@@ -67,14 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> float:
         [{"input_ids": x, "labels": x} for x in part[: len(part) // 64 * 64].view(-1, 64)]
         for part in (text.train, text.test[:4096])
     )
-    callbacks = [] if options.dense else [gtopk.transformers.GTopK(options.density)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = gtopk.ramp(optimizer, options.steps, lambda step: 1 - step / options.steps)
+    shards = gtopk.torch.Compression.shards()
+    callbacks = [] if options.dense else [gtopk.transformers.GTopK(compression=shards)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model,
             TrainingArguments(
                 folder,
                 max_steps=options.steps,
-                learning_rate=3e-3,
                 per_device_train_batch_size=8,
                 logging_steps=50,
                 save_strategy="no",
@@ -85,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
             train_dataset=train,
             eval_dataset=test,
             callbacks=callbacks,
+            optimizers=(optimizer, schedule),
         )
         trainer.train()
         loss: float = trainer.evaluate()["eval_loss"]

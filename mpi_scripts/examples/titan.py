@@ -1,4 +1,4 @@
-"""Train Llama 3 with torchtitan; its replicas (HSDP) exchange gradients with gTop-k.
+"""Train Llama 3 with torchtitan; its replicas (HSDP) exchange AdamW's steps in shards.
 
 torchrun --nproc-per-node 4 -m torchtitan.train --module mpi_scripts.examples.titan \
     --config llama3_8b --parallelism.data_parallel_replicate_degree 2
@@ -28,12 +28,14 @@ except ImportError as missing:
 
 
 class Trainer(trainer.Trainer):
-    """torchtitan's Trainer with gTop-k between its data_parallel_replicate_degree replicas."""
+    """torchtitan's Trainer with gtopk between its data_parallel_replicate_degree replicas."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(trainer.Trainer.Config):
-        density: float = 0.05
-        """Share of each module's gradient that a rank sends to the other replicas"""
+        period: int = 4
+        """A rank sends each entry to the other replicas once in this many steps"""
+        bits: int = 3
+        """Of each value that it sends: 2, 3, 4, 8, 16 or 32"""
 
     def __init__(self, config: Config) -> None:
         parallelize = config.model_spec.parallelize_fn
@@ -65,7 +67,7 @@ class Trainer(trainer.Trainer):
         self.replicas = gtopk.fsdp.replicate(
             self.model_parts[0],
             self.parallel_dims.get_mesh("dp_replicate"),
-            config.density,
+            compression=gtopk.torch.Compression.shards(config.period, config.bits),
             optimizer=self.optimizers.optimizers[0],
         )
         self._passes = 0
