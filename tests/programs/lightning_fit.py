@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,31 @@ assert callback.state.makes_adam_steps
 fit([], model=model)
 mine = weights(model)
 assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+
+
+class Accumulates(ByAdamW):
+    """Steps after every second batch, by manual optimization."""
+
+    automatic_optimization = False
+
+    def __init__(self, syncs: bool) -> None:
+        super().__init__()
+        self.syncs = syncs
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> None:
+        is_last = number % 2 == 1
+        with nullcontext() if is_last or self.syncs else self.trainer.model.no_sync():
+            self.manual_backward(super().training_step(batch, number))
+        if is_last:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+with pytest.raises(RuntimeError, match=r"`with self\.trainer\.model\.no_sync\(\):`"):
+    fit([GTopK(density=0.1)], model=Accumulates(syncs=True))
+callback = GTopK(density=0.1)
+fit([callback], model=Accumulates(syncs=False))
+assert callback.state.progress.steps == 2
 
 # With a correction the Trainer would clip steps to a norm meant for gradients.
 with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5 is .* with momentum_correction"):
