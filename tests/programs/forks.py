@@ -4,12 +4,23 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-import gtopk.torch as hvd
+
+def _send_early_sigterm() -> None:
+    if is_early:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+# Before gtopk's: the signal comes while the child still has the rank's handler.
+is_early = False
+os.register_at_fork(after_in_child=_send_early_sigterm)
+
+import gtopk.torch as hvd  # noqa: E402
 
 
 class Numbers(Dataset):
@@ -34,6 +45,14 @@ for _ in range(2):
     for batch in DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"):
         total = hvd.allreduce(batch.sum(), op=hvd.Sum)
         assert total == hvd.size() * batch.sum()
+
+is_early = True
+child_id = os.fork()
+if child_id == 0:
+    time.sleep(5)
+    os._exit(0)
+is_early = False
+assert os.waitstatus_to_exitcode(os.waitpid(child_id, 0)[1]) == -signal.SIGTERM
 
 joins = [sys.executable, "-c", "import gtopk.torch as hvd; hvd.init(); print(hvd.size())"]
 child = subprocess.run(joins, capture_output=True, text=True, check=False)

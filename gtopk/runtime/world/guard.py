@@ -46,7 +46,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -175,6 +175,28 @@ _DISK_SECONDS: Final = 1.0  # for writes to a disk, which may be on the lost hos
 def is_needed(transport: Transport) -> bool:
     """Tell whether a failure of this process affects other processes."""
     return transport.name != "local" and transport.size > 1
+
+
+def call_after_fork(hook: Callable[[], None]) -> None:
+    """Call the hook in every forked child, and hold back a SIGTERM to the child until then.
+
+    Before that, Python loses the signal, or calls the rank's handler for it in the child.
+    """
+    mask = threading.local()
+
+    def block() -> None:
+        mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask.before)
+
+    def in_child() -> None:
+        try:
+            hook()
+        finally:
+            restore()
+
+    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=in_child)
 
 
 class Guard:

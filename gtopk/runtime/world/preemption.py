@@ -20,7 +20,7 @@ from ..coordinator.agreement import name_ranks
 from ..launch.job import own_place
 from ..standard_streams import write_line
 from . import world
-from .guard import Guard
+from .guard import Guard, call_after_fork
 from .membership import World
 
 # The exit code that shells report for a program ended by SIGTERM.
@@ -146,4 +146,4 @@ def _after_fork() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if is_guard else handler)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+call_after_fork(_after_fork)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,15 @@ from ..coordinator.execution import settings_from
 from ..launch import Launched, launched_by, require_sound_ranks
 from ..launch.job import mark_joined, require_own_rank, torchrun_agent
 from ..liveness.heartbeat import Heartbeat
-from .guard import Guard, describe, folder_from, is_needed, remove_earlier, write
+from .guard import (
+    Guard,
+    call_after_fork,
+    describe,
+    folder_from,
+    is_needed,
+    remove_earlier,
+    write,
+)
 from .joining import join, missing_ranks_warning
 from .membership import FAILED_SECONDS, World
 
@@ -400,7 +407,7 @@ def _after_fork() -> None:
     _process = _guard = _leaving = _left_guard = None
 
 
-os.register_at_fork(after_in_child=_after_fork)
+call_after_fork(_after_fork)
 
 
 def _find() -> World | None:
