@@ -71,11 +71,12 @@ def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
 
     These types round-trip exactly: None, bool, int of any size, float, complex, str, bytes,
     bytearray, list, tuple, set, frozenset, dict, OrderedDict, Counter, defaultdict (of list, dict,
-    set, int, float or None), slice, range, argparse.Namespace, SimpleNamespace; NumPy scalars and
-    arrays of numbers, dates and strings; torch.Tensor and torch.nn.Parameter (dense, from any
-    device), torch.dtype, torch.device and torch.Size. So do dataclass objects, field by field and
-    without calling __init__, if their class is defined at the top of a module that the receiver has
-    imported as well. An object that occurs in two places comes back as two objects.
+    set, int, float or None), deque, slice, range, pathlib.Path, argparse.Namespace,
+    SimpleNamespace; NumPy scalars and arrays of numbers, dates and strings; torch.Tensor and
+    torch.nn.Parameter (dense, from any device), torch.dtype, torch.device and torch.Size. So do
+    dataclass objects, field by field and without calling __init__, if their class is defined at the
+    top of a module that the receiver has imported as well. An object that occurs in two places
+    comes back as two objects.
 
     Raises TypeError, naming the place in the object, for anything else, including subclasses of
     these types, enums and named tuples. Where pickles are allowed, it is pickled instead.

@@ -13,9 +13,10 @@ import pickle
 import re
 import sys
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -63,6 +64,8 @@ class Code(IntEnum):
     TORCH_DTYPE = 30
     TORCH_DEVICE = 31
     PICKLE = 32
+    PATH = 33
+    DEQUE = 34
 
 
 def malformed(reason: str) -> ObjectFormatError:
@@ -435,6 +438,13 @@ COMPOSITE_OF: Final[dict[type, Composite]] = {
     Counter: Composite(Code.COUNTER, _pairs, lambda parts: Counter(_dict(parts))),
     Namespace: Composite(Code.NAMESPACE, _variables, _namespace(Namespace)),
     SimpleNamespace: Composite(Code.SIMPLE_NAMESPACE, _variables, _namespace(SimpleNamespace)),
+    # Path() is of the class that this system has: PosixPath, or WindowsPath.
+    type(Path()): Composite(Code.PATH, lambda path: _items([str(path)]), _single(Path)),
+    deque: Composite(
+        Code.DEQUE,
+        lambda items: _items([items.maxlen, *items]),
+        lambda parts: deque(parts[1:], parts[0]),
+    ),
     slice: Composite(Code.SLICE, _attributes("start", "stop", "step"), lambda parts: slice(*parts)),
     range: Composite(Code.RANGE, _attributes("start", "stop", "step"), lambda parts: range(*parts)),
     complex: Composite(Code.COMPLEX, _attributes("real", "imag"), _complex),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import ChainMap, OrderedDict, defaultdict
+from decimal import Decimal
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ class Opaque:
         (slice(0, Opaque()), r"Opaque at \.stop"),
         ([Colour.RED], r"Colour at \[0\]"),
         ([Point(1)], r"Point at \[0\]"),
-        ([Path("/tmp")], r"PosixPath at \[0\]"),
+        ([Decimal("1.5")], r"decimal\.Decimal at \[0\]"),
         ([ChainMap()], r"collections\.ChainMap at \[0\]"),
         ([int], r"type at \[0\]"),
         ([defaultdict(Opaque)], r"collections\.defaultdict \(of <class .*Opaque'>\) at \[0\]"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ def same(a: Any, b: Any) -> bool:
             and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
             and getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
         )
+    if isinstance(a, deque):
+        return a.maxlen == b.maxlen and same([*a], [*b])
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, set | frozenset):
@@ -164,6 +167,9 @@ def test_bytes_memoryviews_and_arrays_decode_equally(obj: object) -> None:
         range(10**30, 0, -7),
         {1: "a", "1": "b", (1, (None,)): "c", frozenset({1.5}): "d"},
         defaultdict(None, {1: 2}),
+        deque([1.5, "a"], maxlen=3),
+        deque([torch.ones(2)]),
+        Path("data", "\udcff"),
         torch.Size([]),
         torch.device("cuda:3"),
         torch.nn.Parameter(torch.ones(2, 3)),
