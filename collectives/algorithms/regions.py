@@ -42,6 +42,9 @@ def at_positions(array: Array, positions: list[int]) -> Array:
 
 
 QUANTILES_PER_RANK: Final = 4
+# How many reductions use the same boundaries. Fewer keep regions more equal; each estimate costs an
+# allgather.
+EVERY: Final = 64
 _TOO_FULL: Final = 1.5  # times the load of the fullest region when the boundaries were new
 
 
@@ -53,16 +56,9 @@ class Cut(NamedTuple):
 
 
 class Regions:
-    """The boundaries in use, kept between steps; every rank keeps an equal copy.
+    """The boundaries in use, kept between steps; every rank keeps an equal copy."""
 
-    every: how many reductions use the same boundaries. Fewer keep the regions more equal; each
-           estimate costs an allgather.
-    """
-
-    def __init__(self, every: int = 64) -> None:
-        if every < 1:
-            raise ValueError(f"boundaries must serve at least one step, got every={every}")
-        self.every = every
+    def __init__(self) -> None:
         self._cut: Cut | None = None
         self._served = 0
         self._fullest = 1.0
@@ -84,7 +80,7 @@ class Regions:
         # All ranks keep equal copies, so they all call `estimate`, a collective, or none does.
         if (
             cut is None
-            or self._served == self.every
+            or self._served == EVERY
             or (cut.bounds[-1], len(cut.owners)) != (picks.length, transport.size)
         ):
             cut = self._cut = estimate(picks, transport)

@@ -89,9 +89,12 @@ def test_four_rank_example_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 8])
-def test_reused_boundaries_do_not_change_the_update(size: int, random: np.random.Generator) -> None:
+def test_reused_boundaries_do_not_change_the_update(
+    size: int, random: np.random.Generator, monkeypatch
+) -> None:
+    monkeypatch.setattr("collectives.algorithms.regions.EVERY", 3)
     world = local_world(size, timeout_seconds=30)
-    kept = [Regions(every=3) for _ in world]
+    kept = [Regions() for _ in world]
     for step in range(8):
         where = WHERE[step % len(WHERE)]
         picks = picks_where(where, random, size, 9000, 200)

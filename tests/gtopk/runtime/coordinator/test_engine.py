@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,25 +167,28 @@ def test_deadlock_raises_on_all_ranks_and_later_operations_run(threads):
     assert threads(3, with_engine(program)) == [(text, 3.0, 3.0)] * 3
 
 
-def test_a_second_thread_may_begin_while_the_engine_asks_which_one_is_stuck(threads):
+def test_second_thread_may_submit_while_the_engine_looks_for_a_stuck_one(threads):
+    asked = threading.Event()
+
     class Slow(set):
         def __len__(self) -> int:
             size = super().__len__()
-            time.sleep(0.05)
+            if size == 1:
+                asked.set()
+                time.sleep(0.2)
             return size
 
     def program(engine: Engine, rank: int) -> None:
-        engine._submitters = Slow()
-        waiting = [
-            threading.Thread(target=lambda name=name: engine.submit(name, [], nothing).wait())
-            for name in "ab"
-        ]
-        for each in waiting:
-            time.sleep(0.3 * rank)
-            each.start()
-            time.sleep(0.1)
-        for each in waiting:
-            each.join()
+        if rank == 0:
+            engine._submitters = Slow()
+            first = engine.submit("a", [], nothing)
+        assert asked.wait(10)
+        if rank == 1:
+            first = engine.submit("a", [], nothing)
+        with ThreadPoolExecutor() as pool:
+            second = pool.submit(engine.submit, "b", [], nothing).result()
+        first.wait()
+        second.wait()
 
     threads(2, with_engine(program))
 
