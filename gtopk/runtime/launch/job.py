@@ -34,8 +34,10 @@ def torchrun_command(ranks: int, program: Sequence[str], python: str = sys.execu
     torchrun does not parse arguments after --. So it neither drops a -- of the program, nor takes
     an argument such as --log for an abbreviation of its own.
     """
+    # The ranks would wait for this host's name to resolve.
+    local = "--local-addr=127.0.0.1"
     return [
-        *(python, "-m", "torch.distributed.run", "--standalone"),
+        *(python, "-m", "torch.distributed.run", "--standalone", local),
         *(f"--nproc-per-node={ranks}", "--no-python", "--", *program),
     ]
 

@@ -11,6 +11,7 @@ def test_torchrun_command_runs_the_program_on_the_given_ranks() -> None:
     command = torchrun_command(3, ["python", "-c", "pass"], "/my/python")
     assert command[:3] == ["/my/python", "-m", "torch.distributed.run"]
     assert "--nproc-per-node=3" in command
+    assert "--local-addr=127.0.0.1" in command  # the host's name need not resolve
     assert command[-5:] == ["--no-python", "--", "python", "-c", "pass"]
 
 
