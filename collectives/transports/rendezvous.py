@@ -353,5 +353,6 @@ def waited_error(rank: int, size: int, begun: float, absent: str = _NO_ANSWER) -
     """Return the error for a rank that has waited since `begun`; default: last for the store."""
     return PeerTimeoutError(
         f"rank {rank} of {size} has waited {time.monotonic() - begun:.3g} s at the start for "
-        f"{absent}: start every rank, with the same address to meet at"
+        f"{absent}: start every rank, with the same address to meet at; if it only takes long, set "
+        "a larger GTOPK_START_TIMEOUT (seconds)"
     )

@@ -358,7 +358,8 @@ def _watchdog(
         siblings = Siblings(ended, job.variables[0], job.rank, here, is_all=here == job.size)
     late = (
         f"{who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
-        "another rank has ended before hvd.init(), or cannot be reached"
+        "another rank has not called hvd.init() yet, has ended, or cannot be reached; if it only "
+        "takes long, set a larger GTOPK_START_TIMEOUT (seconds)"
     )
     file, record = "", {}
     if job and (folder := guard.folder_from()):
