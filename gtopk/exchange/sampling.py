@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 
 SWEEP: Final = 60
@@ -40,18 +41,17 @@ class Sampling:
     """
 
     def __init__(self, sizes: Sequence[int], rows: Sequence[int]) -> None:
-        # Name the device everywhere: a script may have changed torch's default device.
-        lengths = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-        self._ends = lengths.cumsum(0)
-        self._begins = self._ends - lengths
-        counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        self._first_row = counts.cumsum(0) - counts
-        self._row_length = (lengths // counts).clamp_min(1)
-        blocks = -(-lengths // SWEEP)
-        self._number = torch.arange(len(sizes), device="cpu").repeat_interleave(blocks)
-        within = torch.arange(len(self._number), device="cpu")
-        within -= (blocks.cumsum(0) - blocks)[self._number]
-        self._block = self._begins[self._number] + within * SWEEP
+        lengths, counts = np.array(sizes, np.int64), np.array(rows, np.int64)
+        self._ends = lengths.cumsum()
+        begins = self._ends - lengths
+        self._row_length = np.maximum(lengths // counts, 1)
+        # To be added to a place before it is divided by the row length.
+        self._row_offset = (counts.cumsum() - counts) * self._row_length - begins
+        self._blocks = -(-lengths // SWEEP)
+        self._ends_of_blocks = self._blocks.cumsum()
+        within = np.arange(self._blocks.sum())
+        within -= np.repeat(self._ends_of_blocks - self._blocks, self._blocks)
+        self._block = np.repeat(begins, self._blocks) + within * SWEEP
         # Use the product's upper bits: the lower ones follow the block's number too closely.
         self._phase = (within * _MULTIPLIER % (1 << 32)) // (1 << 16) % SWEEP
 
@@ -60,13 +60,20 @@ class Sampling:
 
         steps: for each parameter, the number of steps that have sampled it before.
         """
-        sampled = torch.tensor(steps, dtype=torch.int64, device="cpu")[self._number]
-        places = self._block + (self._phase + _STRIDE * sampled) % SWEEP
+        moved = np.array(steps, np.int64) * _STRIDE % SWEEP
+        # `repeat` is several times faster than indexing by each block's parameter.
+        places = self._phase + np.repeat(moved, self._blocks)
+        places -= SWEEP * (places >= SWEEP)
+        places += self._block
         # The last block of a parameter may be shorter than SWEEP.
-        inside = places < self._ends[self._number]
-        places, numbers = places[inside], self._number[inside]
-        rows = (places - self._begins[numbers]) // self._row_length[numbers]
-        return Sample(places, numbers, self._first_row[numbers] + rows)
+        last = self._ends_of_blocks[self._blocks > 0] - 1
+        outside = places[last] >= self._ends[self._blocks > 0]
+        places, counts = np.delete(places, last[outside]), self._blocks.copy()
+        counts[self._blocks > 0] -= outside
+        rows = places + np.repeat(self._row_offset, counts)
+        rows //= np.repeat(self._row_length, counts)
+        numbers = np.repeat(np.arange(len(counts)), counts)
+        return Sample(*map(torch.from_numpy, (places, numbers, rows)))
 
 
 def times_sampled(steps: int) -> int:
