@@ -90,6 +90,7 @@ _MARK: Final = "_gtopk_handled"
 _leaving: Leaving | None = None  # for the last world
 _left_guard: Guard | None = None  # of a left world where ranks may leave, and one had died
 _inherited: World | None = None  # in a forked process: the world of its parent, which is a rank
+_finalizer: Finalize | None = None  # in a child of multiprocessing
 _unreported: list[Exception] = []  # errors from leaving that no caller has received
 _thread_local = threading.local()
 
@@ -149,7 +150,7 @@ def _join(
 
 def init_on(transport: Transport, previous: World | None = None) -> None:
     """Make a transport this process's world, until `shutdown`; previous: as in World."""
-    global _process, _guard, _handled
+    global _process, _guard, _handled, _finalizer
     failures = folder_from()
     remove_earlier(failures, transport.rank, transport.size)
     heartbeat = None
@@ -194,9 +195,11 @@ def init_on(transport: Transport, previous: World | None = None) -> None:
             setattr(error, _MARK, _handled)
     here.observe()
     atexit.register(_at_exit)
-    if multiprocessing.parent_process() is not None:
-        # Such a process calls no exception hook: the others would only hear that it has ended.
-        Finalize(None, _report_what_ended_the_process, exitpriority=0)
+    # Such a child calls no exception hook and, if forked, no exit handlers: the others would only
+    # hear that it has ended.
+    is_child = multiprocessing.parent_process() is not None
+    if is_child and not (_finalizer and _finalizer.still_active()):
+        _finalizer = Finalize(None, _end_of_child, exitpriority=0)
 
 
 def _warn_of_slow_kernels() -> None:
@@ -334,14 +337,18 @@ def _at_exit() -> None:
         end_process(int(_uncaught_exception() is not None))
 
 
-def _report_what_ended_the_process() -> None:
-    """End the job if an exception is ending this process, which multiprocessing has started."""
+def _end_of_child() -> None:
+    """Leave the world, or end the job if an exception is ending this child of multiprocessing."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         # torch.multiprocessing.spawn catches the function's exception, and calls sys.exit(1).
         error = error.__context__ if error.code else None
     if error is not None and _guard is not None:
         sys.excepthook(type(error), error, error.__traceback__)
+    elif error is None:
+        atexit.unregister(_at_exit)
+        _at_exit()
+        _exit_with_unreported_errors()
 
 
 def _uncaught_exception() -> BaseException | None:

@@ -352,9 +352,17 @@ def test_rank_whose_init_fails_after_joining_is_not_waited_for(forked, tmp_path)
     assert "GTOPK_HEARTBEAT_TIMEOUT" in failure.read_text()
 
 
+def test_ranks_that_multiprocessing_has_forked_leave_in_order(tmp_path):
+    program = Path(__file__).parents[3] / "programs" / "spawned.py"
+    job = finished([sys.executable, str(program), str(tmp_path / "store"), "fork"], 120, {})
+    assert job.returncode == 0, job.stderr
+    assert "lost" not in job.stderr
+    assert "ended without an error message" not in job.stderr
+
+
 def test_an_exception_in_a_rank_that_multiprocessing_has_started_is_named(tmp_path):
     program = Path(__file__).parents[3] / "programs" / "spawned.py"
-    job = finished([sys.executable, str(program), str(tmp_path / "store")], 120, {})
+    job = finished([sys.executable, str(program), str(tmp_path / "store"), "spawn"], 120, {})
     assert job.returncode != 0
     assert "rank 1 of 2" in job.stderr
     assert re.search(r"failed at step 2: KeyError: 'no such word'", job.stderr), job.stderr
