@@ -88,7 +88,7 @@ def test_compute_seconds_between_messages_delay_the_replay(python: str) -> None:
     assert simulate(trace, platform, python, computing) == pytest.approx(0.1 + 0.003)
     computing[1][0] = 0.0
     assert simulate(trace, platform, python, computing) == pytest.approx(0.013 + 0.003)
-    with pytest.raises(ValueError, match="before each event, and after the last"):
+    with pytest.raises(ValueError, match="before each event of a rank, and after the last"):
         simulate(trace, platform, python, [[0.0], [0.0, 0.0]])
 
 
