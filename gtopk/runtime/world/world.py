@@ -150,7 +150,7 @@ def _join(
 
 def init_on(transport: Transport, previous: World | None = None) -> None:
     """Make a transport this process's world, until `shutdown`; previous: as in World."""
-    global _process, _guard, _handled, _finalizer
+    global _process, _guard, _handled, _finalizer, _inherited
     failures = folder_from()
     remove_earlier(failures, transport.rank, transport.size)
     heartbeat = None
@@ -188,7 +188,7 @@ def init_on(transport: Transport, previous: World | None = None) -> None:
         guard.remove()
         raise
     # Only now: a failed init() leaves no world behind.
-    _process, _guard = here, guard
+    _process, _guard, _inherited = here, guard, None
     _handled = object()
     if (error := sys.exc_info()[1]) is not None:
         with suppress(AttributeError):

@@ -205,7 +205,8 @@ def init(
     """
     # Checked before the ranks join: a bad argument must not leave a world behind.
     requested = sets.requested_sets(process_sets)
-    if is_initialized():
+    # A process forked from a lone rank may join a world of its own.
+    if world.is_initialized() or (is_initialized() and size() > 1):
         return
     # Handles of an earlier world are invalid in this one.
     clear_handles()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
+import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world
 from gtopk.runtime.world import world
 
@@ -30,6 +33,20 @@ def test_process_without_a_launcher_is_a_world_of_one():
     finally:
         world.shutdown()
     assert not world.is_initialized()
+
+
+def test_process_forked_from_a_lone_rank_may_join_a_world():
+    hvd.init()
+    try:
+        child = os.fork()
+        if not child:
+            hvd.init()
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
+            hvd.shutdown()
+            os._exit(int(total) + hvd.is_initialized())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    finally:
+        hvd.shutdown()
 
 
 def test_ranks_enter_a_world_with_one_message_each(threads):
