@@ -242,7 +242,7 @@ def test_command_that_cannot_start_says_why(capsys, words: list[str], text: str)
 def test_number_of_ranks_that_is_none_is_refused(capsys, text: str, error: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([f"--ranks={text}", "true"])
-    assert f"argument -n/--ranks: {error}, got {text!r}" in capsys.readouterr().err
+    assert f"argument -n/-np/--ranks: {error}, got {text!r}" in capsys.readouterr().err
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
