@@ -217,7 +217,7 @@ class ReplicaState(HookState):
         peers = Peers(here, place.replicas.engine, name, ranks, takes_part=True)
         by_adam = of_adam or {"adam": None}
         super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, by_adam)
-        self._checks.foreign.update(dict.fromkeys(ignored, True))
+        self._checks.ignored = ignored
         # Nothing broadcasts the model to the replicas, so they may differ from the start.
         self._replicas = HookReplicas(peers, self._steps.counted, self._centers)
         # Parameters whose gradients the last pass set to NaN.

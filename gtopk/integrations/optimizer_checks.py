@@ -230,7 +230,7 @@ class OptimizerChecks:
         optimizer's. None: the optimizer's own state shows it.
     retire: a method, referred to weakly, called when another hook has taken over the model.
     is_retired: whether another hook, or other code, has the model.
-    foreign: parameters outside the model that were warned of, or that the script averages itself.
+    ignored: parameters of the model whose gradients the script averages itself.
     checked: the optimizers that it has checked, which belong to the model, each with the number of
         the model's passes by its last step.
     corrected: the gradients that a correction turned into steps, to refuse clipping in every step:
@@ -258,8 +258,9 @@ class OptimizerChecks:
         self.checked = WeakKeyDictionary[torch.optim.Optimizer, int]()
         # Optimizers that stepped before the first pass.
         self._waiting = WeakSet[torch.optim.Optimizer]()
-        # Searched for once, as that takes a tenth of a second.
-        self.foreign = WeakTensorKeyDictionary()
+        # Parameters outside the model, searched for once, as that takes a tenth of a second.
+        self._foreign = WeakTensorKeyDictionary()
+        self.ignored: Collection[torch.Tensor] = ()
         # Not derived from `checked`, because a replaced optimizer disappears from it.
         self._has_warned = self._has_searched_own = self._has_stepped = False
         self._note = None if residuals is None else ResidualNote(residuals)
@@ -301,6 +302,8 @@ class OptimizerChecks:
         else:
             parameters = self._skips.parameters()
             if not any(p in parameters for p in parameters_of(optimizer)):
+                if any(p in self.ignored for p in parameters_of(optimizer)):
+                    self._skips.drop(optimizer)
                 return
             if self._stepped is not None and optimizer is not self._stepped:
                 # A container calls the inner optimizer's step, which is then checked.
@@ -367,8 +370,9 @@ class OptimizerChecks:
                     type(optimizer).__name__,
                 )
             return
-        outside = stepped.difference(*(skips.parameters() for skips in _all_skips))
-        found = {p for p in outside if p not in self.foreign and not self._is_sharded(p)}
+        known = (skips.parameters() for skips in _all_skips)
+        outside = stepped.difference(self.ignored, *known)
+        found = {p for p in outside if p not in self._foreign and not self._is_sharded(p)}
         new = found - in_other_ddp(found)
         for ddp in ddps_of(own) if new else ():
             for name, parameter in ddp["_modules"]["module"].named_parameters():
@@ -382,7 +386,7 @@ class OptimizerChecks:
                         "hook, after thawing or adding layers; or freeze them only after wrapping, "
                         "with find_unused_parameters=True"
                     )
-        self.foreign.update(dict.fromkeys(found, True))
+        self._foreign.update(dict.fromkeys(found, True))
         if foreign := [p for p in parameters_of(optimizer) if p in new]:
             _log.warning(
                 "rank %d: %s steps %s outside the hook's model, the first of shape %s: these "
