@@ -42,15 +42,18 @@ class Sampling:
 
     def __init__(self, sizes: Sequence[int], rows: Sequence[int]) -> None:
         lengths, counts = np.array(sizes, np.int64), np.array(rows, np.int64)
-        self._ends = lengths.cumsum()
-        begins = self._ends - lengths
+        ends = lengths.cumsum()
+        begins = ends - lengths
         self._row_length = np.maximum(lengths // counts, 1)
         # To be added to a place before it is divided by the row length.
         self._row_offset = (counts.cumsum() - counts) * self._row_length - begins
         self._blocks = -(-lengths // SWEEP)
-        self._ends_of_blocks = self._blocks.cumsum()
+        ends_of_blocks = self._blocks.cumsum()
+        # The last block of a parameter may be shorter than SWEEP.
+        self._filled = self._blocks > 0
+        self._last, self._ends = ends_of_blocks[self._filled] - 1, ends[self._filled]
         within = np.arange(self._blocks.sum())
-        within -= np.repeat(self._ends_of_blocks - self._blocks, self._blocks)
+        within -= np.repeat(ends_of_blocks - self._blocks, self._blocks)
         self._block = np.repeat(begins, self._blocks) + within * SWEEP
         # Use the product's upper bits: the lower ones follow the block's number too closely.
         self._phase = (within * _MULTIPLIER % (1 << 32)) // (1 << 16) % SWEEP
@@ -65,11 +68,9 @@ class Sampling:
         places = self._phase + np.repeat(moved, self._blocks)
         places -= SWEEP * (places >= SWEEP)
         places += self._block
-        # The last block of a parameter may be shorter than SWEEP.
-        last = self._ends_of_blocks[self._blocks > 0] - 1
-        outside = places[last] >= self._ends[self._blocks > 0]
-        places, counts = np.delete(places, last[outside]), self._blocks.copy()
-        counts[self._blocks > 0] -= outside
+        outside = places[self._last] >= self._ends
+        places, counts = np.delete(places, self._last[outside]), self._blocks.copy()
+        counts[self._filled] -= outside
         rows = places + np.repeat(self._row_offset, counts)
         rows //= np.repeat(self._row_length, counts)
         numbers = np.repeat(np.arange(len(counts)), counts)
