@@ -90,7 +90,7 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
         with contextlib.ExitStack() as stack:
             if recipe.low_rank:
                 named = model.named_parameters()
-                optimizer = LowRank(inner, named, recipe.low_rank, transport)
+                optimizer = LowRank(inner, named, recipe.low_rank, transport, **recipe.options)
             elif recipe.decoupled:
                 named = model.named_parameters()
                 optimizer = DecoupledMomentum(inner, named, recipe.decoupled, transport)

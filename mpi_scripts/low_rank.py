@@ -7,6 +7,7 @@ threads.
                               Q = M' P      averaged over the ranks                     [m x r]
     update = P Q'             error = M - update, stays on the rank
 
+M is a gradient, or with `betas` the rank's own step of Adam (the gradient preconditioned).
 A step has three messages, as with the hook: all vectors, all P, all Q.
 """
 
@@ -55,7 +56,10 @@ class ExchangingOptimizer:
 
 
 class LowRank(ExchangingOptimizer):
-    """An optimizer whose gradients are averaged by PowerSGD before each step."""
+    """An optimizer whose gradients are averaged by PowerSGD before each step.
+
+    betas: average every rank's steps of Adam instead, of these decays; `inner` applies them.
+    """
 
     def __init__(
         self,
@@ -63,8 +67,12 @@ class LowRank(ExchangingOptimizer):
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
         rank: int,
         transport: Transport,
+        betas: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(inner, named_parameters, transport)
+        self._betas = betas
+        self._moments = [torch.zeros(2, *each.shape) for each in self._parameters]
+        self._steps = 0
         self._matrices: dict[torch.nn.Parameter, Matrix] = {}
         generator = torch.Generator().manual_seed(0)  # the same Q on all ranks
         for parameter in self._parameters:
@@ -81,6 +89,8 @@ class LowRank(ExchangingOptimizer):
     def step(self) -> None:
         """Average the gradients, and apply them."""
         before = self._transport.traffic.sent_bytes
+        if self._betas is not None:
+            self._precondition(*self._betas)
         gradients = {each: each.grad for each in self._parameters if each.grad is not None}
         vectors = [gradient for each, gradient in gradients.items() if each not in self._matrices]
         for vector, mean in zip(vectors, self._averages(vectors), strict=True):
@@ -104,6 +114,17 @@ class LowRank(ExchangingOptimizer):
         sent = self._transport.traffic.sent_bytes - before
         elements = sum(each.numel() for each in (*vectors, *ps, *qs))
         self.last_step = Cost(elements, everything, sent)
+
+    def _precondition(self, beta: float, beta2: float) -> None:
+        """Replace this rank's gradients by its steps of Adam, at a rate of 1."""
+        self._steps += 1
+        for parameter, (mean, square) in zip(self._parameters, self._moments, strict=True):
+            if parameter.grad is None:
+                continue
+            mean.lerp_(parameter.grad, 1 - beta)
+            square.lerp_(parameter.grad.square(), 1 - beta2)
+            scale = (square / (1 - beta2**self._steps)).sqrt_().add_(1e-8)
+            torch.div(mean / (1 - beta**self._steps), scale, out=parameter.grad)
 
     def _averages(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if not tensors:

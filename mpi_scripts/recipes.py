@@ -47,7 +47,7 @@ class Recipe(NamedTuple):
     decoupled:   above 0: DeMo with this many components per chunk instead of compression.
     node_size:   ranks per node; 0: each rank is alone.
     inner_steps: above 0: steps in a round of LocalSGD, instead of an exchange in every step.
-    options:     options of DistributedOptimizer or LocalSGD.
+    options:     options of DistributedOptimizer, LocalSGD or LowRank.
     """
 
     compression: Any = Compression.none
@@ -63,8 +63,9 @@ class Recipe(NamedTuple):
 
     @property
     def is_adam_before(self) -> bool:
-        """Tell whether Adam's steps are made before the selection; SGD is then wrapped."""
-        return self.adam and getattr(self.compression, "adam_correction", None) is not None
+        """Tell whether Adam's steps are made before the exchange; SGD is then wrapped."""
+        corrected = getattr(self.compression, "adam_correction", None) is not None
+        return self.adam and (corrected or "betas" in self.options)
 
     def rate_at(self, share: float) -> float:
         """Return the factor of the task's learning rate at a share of the training."""
@@ -282,6 +283,10 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, PowerSGD, rank 2": lambda s: Recipe(adam=True, low_rank=2),
     "AdamW, PowerSGD, rank 4": lambda s: Recipe(adam=True, low_rank=4),
     "AdamW, PowerSGD, rank 4, tuned": lambda s: Recipe(adam=True, low_rank=4, rate=1.2, ramp=RAMP),
+    "AdamW, PowerSGD, rank 2, tuned": lambda s: Recipe(adam=True, low_rank=2, rate=1.2, ramp=RAMP),
+    "AdamW before, PowerSGD, rank 4": lambda s: Recipe(
+        adam=True, low_rank=4, rate=1.2, ramp=RAMP, options={"betas": BETAS}
+    ),
     "DeMo": lambda s: Recipe(adam=True, decoupled=32, rate=3.0, ramp=RAMP),
     "Adam before, topk": lambda s: adam_before(Compression.topk, s.density),
     "Adam before, gtopk": lambda s: adam_before(gtopk, s.density),

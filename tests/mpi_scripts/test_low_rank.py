@@ -81,3 +81,15 @@ def test_powersgd_residual_is_applied_in_later_steps() -> None:
         optimizer.step()
     mean = -parameter.detach() / 60
     assert (mean - gradient("weight", 0, 0)).norm() < 0.1 * gradient("weight", 0, 0).norm()
+
+
+def test_powersgd_of_adam_steps_moves_what_is_sent_whole_as_adam_does() -> None:
+    bias, expected = (torch.nn.Parameter(torch.zeros(12)) for _ in range(2))
+    inner = torch.optim.SGD([bias], lr=0.1)
+    optimizer = LowRank(inner, [("bias", bias)], 2, local_world(1)[0], betas=(0.8, 0.9))
+    adam = torch.optim.Adam([expected], lr=0.1, betas=(0.8, 0.9))
+    for step in range(5):
+        bias.grad, expected.grad = gradient("bias", 0, step), gradient("bias", 0, step)
+        optimizer.step()
+        adam.step()
+    torch.testing.assert_close(bias, expected)
