@@ -342,8 +342,8 @@ class Shards(SparseCompression):
 
     period: each entry is sent once in this many steps. Higher: less traffic, but entries wait
         longer, which costs more accuracy on more ranks (docs/tuning.md).
-    bits: of a value: 2, 3, 4, 8, 16 (bfloat16) or 32 (no rounding). Fewer: less traffic, more
-        rounding.
+    bits: of a value: 2 (-1, 0 or 1, 1.6 bits on the wire), 3, 4, 8, 16 (bfloat16) or 32 (no
+        rounding). Fewer: less traffic, more rounding.
     """
 
     density: float = field(init=False, default=0.25)  # 1 / period

@@ -19,14 +19,16 @@ int8: values as 8-bit integers, with a power of two for each block of 64.
 The largest integer of a block is 64..127, unless its values are 2^248 times smaller than the
 message's largest. Step 255: the block has a NaN or an infinity, and all of it decodes as NaN.
 
-int4, int3, int2: values as integers of 4, 3 or 2 bits, with a scale for each block of 256.
+int4, int3, int2: values as small integers, with a scale for each block of 256 (int2: of 240).
 
     +-------------------+----------------------+
-    | scales uint8 [b]  | ceil(bits k / 8)     |     value = integer * scale of its block
+    | scales uint8 [b]  | integers             |     value = integer * scale of its block
     +-------------------+----------------------+
     scale    (15 - s % 8) * 2^(exponent - s // 8) for a byte s; 255: the block has a NaN or an
              infinity, and all of it decodes as NaN
-    integer  two's complement, for example -3..3 with 3 bits; the first value's lowest bit is first
+    integer  int4, int3: two's complement of 4 or 3 bits, -7..7 or -3..3, the first value's lowest
+             bit first. int2: -1..1, five in a byte as the digits 0..2 of a number of base 3, the
+             first value's lowest; the last byte's missing values are 0
 
 A block's scale is its largest |value| / 2^(bits - 1), truncated to 4 significant bits, unless it is
 2^31 times smaller than the message's largest. Values near the largest are clipped to the largest
@@ -62,19 +64,20 @@ TOP: Final = {
 _NAN: Final = {"bf16": 0x7FC0, "fp16": 0x7E00}
 # The bits of 2^(TOP + 1), to which values just below round up.
 _BEYOND: Final = {"bf16": (TOP["bf16"] + 1 + 127) << 7, "fp16": (TOP["fp16"] + 1 + 15) << 10}
-BLOCK: Final = 256  # values that share a scale in the codes of 2 to 4 bits
-_INT8_BLOCK: Final = 64
+_BLOCK: Final = {"int8": 64, "int4": 256, "int3": 256, "int2": 240}  # values that share a scale
 BITS: Final = {"int4": 4, "int3": 3, "int2": 2}
 _SMALLEST: Final = 254  # byte of the finest scale
 _NOT_FINITE: Final = 255  # byte of a block that decodes as NaN
 _GROUP: Final = 8  # values that fill whole bytes
+_DIGITS: Final = 3 ** np.arange(5)  # the weights of five integers -1..1 in a byte
 
 
 def value_bytes(count: int, code: str) -> int:
     """Return how many bytes the code of `count` values takes."""
     if code in _NAN:
         return 2 * count
-    return -(-count // _block(code)) + -(-count * _bits(code) // 8)
+    integers = -(-count // _DIGITS.size) if code == "int2" else -(-count * _bits(code) // 8)
+    return -(-count // block_size(code)) + integers
 
 
 def pack_values(values: Array, out: Array, code: str) -> int:
@@ -171,8 +174,9 @@ def _pack_floats(code: str, values: Array, exponent: int, out: Array) -> None:
 # ---- integers
 
 
-def _block(code: str) -> int:
-    return BLOCK if code in BITS else _INT8_BLOCK
+def block_size(code: str) -> int:
+    """Return how many values share a scale."""
+    return _BLOCK[code]
 
 
 def _bits(code: str) -> int:
@@ -180,7 +184,7 @@ def _bits(code: str) -> int:
 
 
 def _pack_integers(code: str, values: Array, exponent: int, out: Array) -> None:
-    blocks = in_rows(values, _block(code))
+    blocks = in_rows(values, block_size(code))
     largest = np.abs(blocks).max(axis=1)
     scales = _scale_bytes(code, largest, exponent)
     places, shifts = _places_and_shifts(code, scales)
@@ -198,10 +202,10 @@ def _pack_integers(code: str, values: Array, exponent: int, out: Array) -> None:
 def _unpack_integers(
     code: str, data: Array, count: int, exponent: int, dtype: np.dtype[Any]
 ) -> Array:
-    scales = data[: -(-count // _block(code))].astype(np.int64)
+    scales = data[: -(-count // block_size(code))].astype(np.int64)
     integers = _unpacked(_bits(code), data[scales.size :], count)
     places, shifts = _places_and_shifts(code, scales)
-    blocks = in_rows(integers.astype(dtype), _block(code)) * places[:, None].astype(dtype)
+    blocks = in_rows(integers.astype(dtype), block_size(code)) * places[:, None].astype(dtype)
     values = scaled(blocks, (exponent - shifts)[:, None])
     values[scales == _NOT_FINITE] = np.nan
     return values.ravel()[:count]
@@ -239,9 +243,11 @@ def _places_and_shifts(code: str, scales: Array) -> tuple[Array, Array]:
 
 
 def _packed(bits: int, integers: Array) -> Array:
-    """Return the integers' bits, uint8 [ceil(bits k / 8)]."""
+    """Return the integers' bytes, uint8."""
     if bits == 8:
         return integers.astype(np.int8).view(np.uint8)
+    if bits == 2:
+        return ((in_rows(integers, _DIGITS.size) + 1) @ _DIGITS).astype(np.uint8)
     fields = integers.astype(np.int64) & (1 << bits) - 1
     groups = in_rows(fields, _GROUP) << bits * np.arange(_GROUP)
     # Eight integers of at most 4 bits fit 32 bits.
@@ -253,6 +259,8 @@ def _unpacked(bits: int, data: Array, count: int) -> Array:
     """Return the integers, int8 or int64 [count]."""
     if bits == 8:
         return data.view(np.int8)
+    if bits == 2:
+        return (data[:, None] // _DIGITS % 3).ravel()[:count] - 1
     words = np.zeros((-(-count // _GROUP), 4), np.uint8)
     words[:, :bits] = in_rows(data, bits)
     groups = words.view("<u4").astype(np.int64) >> bits * np.arange(_GROUP) & (1 << bits) - 1

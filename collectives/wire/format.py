@@ -16,7 +16,7 @@ Value codes, of float32 or float64 values:
     int8    7 bits and the sign, relative to the largest of each 64 values
     int4    -7..7 times a scale, which is an eighth of the largest of each 256 values
     int3    -3..3, a quarter
-    int2    -1..1, half
+    int2    -1..1, half, of each 240 values; five in a byte, so that a value takes 1.6 bits
 
 All but `exact` round to the nearest multiple of a power of two (or of a sum of a few). The error
 v - q(v) is then a multiple of v's last place and not larger than v, hence exact in the values' own

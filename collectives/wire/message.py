@@ -46,7 +46,7 @@ from .format import ALL_INDEX_CODES, EXACT, VALUE_CODES, Format, numbered, numbe
 
 MAGIC: Final = b"GTKV"
 # Increased whenever the bytes change: ranks of two versions refuse each other's messages.
-VERSION: Final = 3
+VERSION: Final = 4
 _FIELDS: Final = struct.Struct("<4sBBBBqqqqihHq")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size

@@ -1,15 +1,16 @@
-// Values of a message as integers of 4, 3 or 2 bits with a scale for each 256 of them, and back, in
-// the bytes of reference_values.py.
+// Values of a message as integers of 4, 3 or 2 bits with a scale for each 256 or 240 of them, and
+// back, in the bytes of reference_values.py.
 //
-// launch: any number of blocks. To pack, a block takes 256 values at a time, strided; to unpack, a
-// thread takes a value, strided.
+// launch: any number of blocks. To pack, a block takes the values of a scale at a time, strided; to
+// unpack, a thread takes a value, strided.
 //
-//   256 values -> the largest -> scale -> 256 integers, a byte each -> 8 in BITS bytes, by 32 threads
-//                 (shuffles)              (shared)
+//   values -> the largest -> scale -> integers, a byte each -> groups, a thread each
+//             (shuffles)              (shared)                 (8 in BITS bytes; of int2 5 in a byte)
 #include "block.cuh"
 
-constexpr u32 SCALED = 256;  // values that share a scale
-constexpr u32 GROUP = 8;     // integers that fill whole bytes
+template <int BITS> constexpr u32 SCALED = BITS == 2 ? 240 : 256;  // values that share a scale
+template <int BITS> constexpr u32 GROUP = BITS == 2 ? 5 : 8;  // integers that fill whole bytes
+template <int BITS> constexpr u32 GROUP_BYTES = BITS == 2 ? 1 : BITS;
 constexpr u32 SMALLEST_SCALE = 254, NO_SCALE = 255;
 
 // Only for normal numbers, by writing the exponent's field.
@@ -52,7 +53,7 @@ static __device__ u64 block_largest(u64 key) {
   return key;
 }
 
-// The byte that codes the scale of 256 values with this largest |value|.
+// The byte that codes the scale of values with this largest |value|.
 // finest: no scale is finer than 2^finest, the smallest positive number.
 template <class Real, int BITS>
 static __device__ u32 scale_byte(u64 largest, int exponent, int finest) {
@@ -77,38 +78,61 @@ static __device__ u32 scale_byte(u64 largest, int exponent, int finest) {
   return byte < SMALLEST_SCALE ? byte : SMALLEST_SCALE;
 }
 
+// A group's bytes, the first lowest.
+template <int BITS> static __device__ u32 packed_group(const signed char* integers) {
+  u32 word = 0;
+#pragma unroll
+  for (int i = GROUP<BITS> - 1; i >= 0; --i)
+    word = BITS == 2 ? 3 * word + (u32)(integers[i] + 1)
+                     : word << BITS | ((u32)integers[i] & ((1 << BITS) - 1));
+  return word;
+}
+
+// The integer number `at` of a message's.
+template <int BITS> static __device__ int unpacked(const u8* packed, u64 at) {
+  if (BITS == 2) {
+    u32 byte = packed[at / GROUP<BITS>];
+    for (u32 i = (u32)(at % GROUP<BITS>); i; --i) byte /= 3;
+    return (int)(byte % 3) - 1;
+  }
+  constexpr int HALF = 1 << (BITS - 1);
+  const u64 bit = at * BITS;
+  u32 word = packed[bit / 8];
+  if (bit % 8 + BITS > 8) word |= (u32)packed[bit / 8 + 1] << 8;
+  return (int)(((word >> bit % 8) & ((1 << BITS) - 1)) ^ HALF) - HALF;
+}
+
 template <class Real, int BITS>
 __global__ __launch_bounds__(THREADS) void pack_few_bits(
     const Real* values_k, u64 k, int exponent, int finest, u8* scales_b, u8* packed) {
   constexpr int MOST = (1 << (BITS - 1)) - 1;
-  __shared__ u8 integers[SCALED];
-  const u64 blocks = (k + SCALED - 1) / SCALED, size = (k * BITS + 7) / 8;
+  __shared__ signed char integers[SCALED<BITS>];
+  const u64 blocks = (k + SCALED<BITS> - 1) / SCALED<BITS>;
+  const u64 size = (k * GROUP_BYTES<BITS> + GROUP<BITS> - 1) / GROUP<BITS>;
   for (u64 block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const u64 from = block * SCALED;
+    const u64 from = block * SCALED<BITS>;
     u64 largest = 0;
-    for (u64 at = from + threadIdx.x; at < from + SCALED && at < k; at += THREADS) {
+    for (u64 at = from + threadIdx.x; at < from + SCALED<BITS> && at < k; at += THREADS) {
       const u64 key = Keys<Real>::of(values_k[at]);
       if (key > largest) largest = key;
     }
     const u32 byte = scale_byte<Real, BITS>(block_largest(largest), exponent, finest);
     const Factors<Real> factors((int)(byte / 8) - exponent);
     const Real places = (Real)(15 - (int)(byte % 8));
-    for (u32 at = threadIdx.x; at < SCALED; at += THREADS) {
+    for (u32 at = threadIdx.x; at < SCALED<BITS>; at += THREADS) {
       int integer = 0;
       if (from + at < k && byte != NO_SCALE) {
         integer = rounded(divided(factors.of(values_k[from + at]), places));
         integer = integer > MOST ? MOST : integer < -MOST ? -MOST : integer;
       }
-      integers[at] = (u8)(integer & ((1 << BITS) - 1));
+      integers[at] = (signed char)integer;
     }
     __syncthreads();
-    for (u32 group = threadIdx.x; group < SCALED / GROUP; group += THREADS) {
-      u32 word = 0;
+    for (u32 group = threadIdx.x; group < SCALED<BITS> / GROUP<BITS>; group += THREADS) {
+      const u32 word = packed_group<BITS>(integers + group * GROUP<BITS>);
+      const u64 to = (from / GROUP<BITS> + group) * GROUP_BYTES<BITS>;
 #pragma unroll
-      for (u32 i = 0; i < GROUP; ++i) word |= (u32)integers[group * GROUP + i] << BITS * i;
-      const u64 to = (from + group * GROUP) / 8 * BITS;
-#pragma unroll
-      for (u32 i = 0; i < BITS; ++i)
+      for (u32 i = 0; i < GROUP_BYTES<BITS>; ++i)
         if (to + i < size) packed[to + i] = (u8)(word >> 8 * i);
     }
     if (threadIdx.x == 0) scales_b[block] = (u8)byte;
@@ -119,13 +143,9 @@ __global__ __launch_bounds__(THREADS) void pack_few_bits(
 template <class Real, int BITS>
 __global__ __launch_bounds__(THREADS) void unpack_few_bits(
     const u8* scales_b, const u8* packed, u64 k, int exponent, Real* values_k) {
-  constexpr int HALF = 1 << (BITS - 1);
   for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS) {
-    const u32 byte = scales_b[at / SCALED];
-    const u64 bit = at * BITS;
-    u32 word = packed[bit / 8];
-    if (bit % 8 + BITS > 8) word |= (u32)packed[bit / 8 + 1] << 8;
-    const int integer = (int)(((word >> bit % 8) & ((1 << BITS) - 1)) ^ HALF) - HALF;
+    const u32 byte = scales_b[at / SCALED<BITS>];
+    const int integer = unpacked<BITS>(packed, at);
     const Factors<Real> factors(exponent - (int)(byte / 8));
     const Real value = factors.of((Real)(integer * (15 - (int)(byte % 8))));
     constexpr typename Keys<Real>::Key QUIET =

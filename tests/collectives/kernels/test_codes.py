@@ -448,8 +448,7 @@ def test_int8_blocks_have_their_own_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "bits", "integers"),
-    [("int4", 4, [7, -5, 0, 1]), ("int3", 3, [3, -3, 0, 1]), ("int2", 2, [1, -1, 0, 0])],
+    ("code", "bits", "integers"), [("int4", 4, [7, -5, 0, 1]), ("int3", 3, [3, -3, 0, 1])]
 )
 def test_few_bits_bytes_are_as_drawn(code: str, bits: int, integers: list[int]) -> None:
     # The first block's scale is 9 * 2^-6 of 1.125 * 2^(bits - 4); the second's 2^-20 of that.
@@ -468,6 +467,23 @@ def test_few_bits_bytes_are_as_drawn(code: str, bits: int, integers: list[int]) 
     assert seen[:4].tolist() == [integer * scale for integer in integers]
     assert seen[256:260].tolist() == [integer * scale * 2.0**-20 for integer in integers]
     assert not seen[512:].any()
+
+
+def test_int2_bytes_have_five_values_each_as_drawn() -> None:
+    block = np.zeros(240)
+    block[:6] = [0.28125, -0.1875, 0.01, 0.0375, -0.25, 0.25]
+    values = np.concatenate([block, block * 2.0**-20, [0.25, -0.25]]).astype(np.float32)
+    data, exponent = packed_values("int2", values)
+    assert exponent == -6
+    assert data[:3].tolist() == [15 - 9, 8 * 20 + 15 - 9, 15 - 8]
+    zeros = 1 + 3 + 9 + 27 + 81
+    first = [2 + 3 * 0 + 9 * 1 + 27 * 1 + 81 * 0, zeros + 1, *46 * [zeros]]
+    assert data[3:].tolist() == [*first, *first, zeros + 1 - 3]
+    seen = rounded("int2", values)
+    scale = 9 * 2.0**-6
+    assert seen[:7].tolist() == [scale, -scale, 0.0, 0.0, -scale, scale, 0.0]
+    assert np.array_equal(seen[240:480], seen[:240] * 2.0**-20)
+    assert seen[480:].tolist() == [0.125, -0.125]
 
 
 @pytest.mark.parametrize("code", FEW_BITS)

@@ -164,7 +164,7 @@ def test_values_of_few_bits_encode_and_decode_as_in_the_reference(
     assert machine.fetch(back).tobytes() == again.tobytes()
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 255, 256, 257, 1001])
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 7, 8, 239, 240, 241, 255, 256, 257, 1001])
 @pytest.mark.parametrize("code", BITS)
 def test_any_bytes_decode_as_few_bits_as_in_the_reference(
     scratch: Scratch, code: str, count: int, random: np.random.Generator
