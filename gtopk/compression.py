@@ -346,15 +346,15 @@ class Shards(SparseCompression):
         rounding). Fewer: less traffic, more rounding.
     """
 
-    density: float = field(init=False, default=0.25)  # 1 / period
-    period: int = 4
-    bits: int = 3
+    density: float = field(init=False, default=0.5)  # 1 / period
+    period: int = 2
+    bits: int = 2
     _: KW_ONLY
     warmup_steps: int = field(init=False, default=0)
     warmup_from: float = field(init=False, default=0.25)
     factor_masking: bool = field(init=False, default=False)
     wire: str = field(init=False, default=USUAL_INDICES)
-    values: str = field(init=False, default="int3")
+    values: str = field(init=False, default="int2")
 
     algorithm: ClassVar[str] = "shards"
 

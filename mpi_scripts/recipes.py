@@ -8,9 +8,11 @@ merges.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
+
+import torch
 
 from gtopk.cli.demo import equal_bytes_density
 from gtopk.compression import Compression, SparseCompression
@@ -113,6 +115,16 @@ def adamw_before(density: float, rate: float = 1.2, values: str = "int8", **opti
     """Return a recipe that wraps AdamW, whose steps are made before the selection."""
     compression = gtopk(density, wire="packed", values=values, growth=2.0)
     return Recipe(compression, adam=True, rate=rate, ramp=RAMP, options=options)
+
+
+def adamw_shards(period: int) -> Recipe:
+    """Return a recipe that wraps AdamW and exchanges its steps in shards."""
+    return Recipe(Compression.shards(period), adam=True, rate=1.2, ramp=RAMP)
+
+
+def gentle_nesterov(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return DiLoCo's outer optimizer with the rate and momentum that a search found best here."""
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.7, nesterov=True)
 
 
 def local_adamw(
@@ -230,9 +242,14 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW before, gtopk, int8": lambda s: adamw_before(s.density),
     "AdamW before, gtopk, int3": lambda s: adamw_before(s.density, values="int3"),
     "AdamW before, gtopk, int2": lambda s: adamw_before(s.density, values="int2"),
-    "AdamW before, shards": lambda s: Recipe(
-        Compression.shards(4, 3), adam=True, rate=1.2, ramp=(0.6, 0.4)
+    "AdamW, fp16, tuned": lambda s: Recipe(Compression.fp16, adam=True, rate=1.2, ramp=RAMP),
+    "AdamW before, topk, int3": lambda s: Recipe(
+        Compression.topk(s.density, wire="packed", values="int3"), adam=True, rate=1.2, ramp=RAMP
     ),
+    "AdamW before, shards": lambda s: adamw_shards(2),
+    "AdamW before, shards of 4": lambda s: adamw_shards(4),
+    "AdamW before, shards of 8": lambda s: adamw_shards(8),
+    "AdamW before, shards of 16": lambda s: adamw_shards(16),
     "AdamW, 4 local steps": lambda s: local_adamw(4, Compression.none),
     "AdamW, 8 local steps": lambda s: local_adamw(8, Compression.none),
     "AdamW, 32 local steps": lambda s: local_adamw(32, Compression.none),
@@ -246,8 +263,8 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, 8 local steps, 4 bits, fragments 4": lambda s: local_adamw(
         8, Compression.shards(1, 4), fragments=4
     ),
-    "AdamW, 8 local steps, 4 bits, DiLoCo": lambda s: local_adamw(
-        8, Compression.shards(1, 4), nesterov
+    "AdamW, 8 local steps, tuned DiLoCo": lambda s: local_adamw(
+        8, Compression.none, gentle_nesterov
     ),
     "AdamW, 32 local steps, 4 bits": lambda s: local_adamw(32, Compression.shards(1, 4)),
     "AdamW, 8 local steps, gtopk, int3": lambda s: local_adamw(
@@ -255,15 +272,6 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     ),
     "AdamW, 8 local steps, gtopk, int3, decay 0.95": lambda s: local_adamw(
         8, gtopk(s.density, wire="packed", values="int3", growth=2.0), residual_decay=0.95
-    ),
-    "AdamW before, shards, 1.3 times the rate": lambda s: Recipe(
-        Compression.shards(4, 3), adam=True, rate=1.3, ramp=RAMP
-    ),
-    "AdamW before, shards of 2, 2 bits": lambda s: Recipe(
-        Compression.shards(2, 2), adam=True, rate=1.2, ramp=RAMP
-    ),
-    "AdamW before, shards of 8, 2 bits": lambda s: Recipe(
-        Compression.shards(8, 2), adam=True, rate=1.2, ramp=RAMP
     ),
     "AdamW before, gtopk, int8, dense's rate": lambda s: adamw_before(s.density, rate=1.0),
     "AdamW before, gtopk, int8, residual not applied": lambda s: adamw_before(

@@ -12,7 +12,7 @@
 
 A rank sends 2 (P-1)/P of the shard's values, so 2 (P-1)/P * bits / (32 period) of the bytes of a
 float32 gradient. Top-k sends the large entries and their indices; this sends all entries of, say,
-a quarter of the vector. It does as well if all entries are of about the same size, as Adam's steps
+half of the vector. It does as well if all entries are of about the same size, as Adam's steps
 are.
 
 Conservation, coordinate by coordinate and summed over ranks: values + kept before = update + `lost`

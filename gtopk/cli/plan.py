@@ -129,7 +129,7 @@ def _legend(comparison: Comparison) -> list[str]:
         times = "speed: backward and step, as a multiple of dense's speed."
     else:
         times = "exchange: how many times as fast as dense's; not the speed of training."
-    shards = ", and shards: a quarter of all values a step in 3 bits" if comparison.shards else ""
+    shards = ", and shards: half of all values a step in 1.6 bits" if comparison.shards else ""
     return [
         *wrapped(
             f"The line with > is the fastest (the tree is there to compare{shards}). bytes, msgs: "

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-SWEEP: Final = 60
+SWEEP: Final = 240
 _STRIDE: Final = 17  # from a step's place in a block to the next step's; coprime with SWEEP
 _MULTIPLIER: Final = 2654435761  # Knuth's multiplicative hashing
 

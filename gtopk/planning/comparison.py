@@ -28,7 +28,7 @@ from ..units import SPACE, about_bandwidth_text, rough_bandwidth_text
 
 DENSE: Final = Candidate("dense")
 # The defaults of `Compression.shards`.
-SHARDS: Final = Candidate("shards", 0.25, Format(WHOLE, "int3"))
+SHARDS: Final = Candidate("shards", 0.5, Format(WHOLE, "int2"))
 LABELS = {
     "dense": "dense allreduce",
     "topk-allgather": "top-k allgather",

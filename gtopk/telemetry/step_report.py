@@ -61,8 +61,8 @@ class StepReport:
                          "period" (the hogbatch modes): this worker's batches in a quarter of a
                          second, at least one; or the rest of an epoch.
     gradient_norm:       of the mean gradient before clipping, if Adam's step is computed from it
-                         before the selection. Estimated from one in 60 coordinates, so it is noisy,
-                         most for small models. None otherwise, and for a skipped step.
+                         before the selection. Estimated from one in 240 coordinates, so it is
+                         noisy, most for small models. None otherwise, and for a skipped step.
     """
 
     step: int

@@ -32,9 +32,9 @@ class Trainer(trainer.Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(trainer.Trainer.Config):
-        period: int = 4
+        period: int = 2
         """A rank sends each entry to the other replicas once in this many steps"""
-        bits: int = 3
+        bits: int = 2
         """Of each value that it sends: 2, 3, 4, 8, 16 or 32"""
 
     def __init__(self, config: Config) -> None:

@@ -61,7 +61,7 @@ class Recipe(NamedTuple):
 # The first recipe determines the number of steps; the others are those of docs/tuning.md.
 RECIPES = (
     Recipe("dense AdamW", hvd.Compression.none, 0.3, ramps=False),
-    Recipe("AdamW, shards", hvd.Compression.shards(period=4, bits=3), 0.35),
+    Recipe("AdamW, shards", hvd.Compression.shards(), 0.35),
     Recipe(
         "AdamW, gtopk",
         hvd.Compression.gtopk(density=0.05, wire="packed", values="int8"),

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gtopk.torch as hvd
 from gtopk.compression import Compression
 from gtopk.ddp import GTopKState, gtopk_hook
+from gtopk.exchange.sampling import SWEEP
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.optim.wrapped.adam_step import ramp
 
@@ -184,7 +185,7 @@ def test_mean_gradient_is_clipped_before_the_moments() -> None:
 
 
 def test_reported_gradient_norm_is_of_the_mean_before_clipping() -> None:
-    """Over 60 steps of one gradient, samples have each coordinate once, so their mean is exact."""
+    """Over a sweep of one gradient, samples have each coordinate once, so their mean is exact."""
     for clips in ({}, {"global_clip_norm": 0.5}):
         torch.manual_seed(0)
         x = batch(0, 0 if clips else RANK)  # each rank estimates by itself how much to clip
@@ -203,13 +204,13 @@ def test_reported_gradient_norm_is_of_the_mean_before_clipping() -> None:
         )
         for trained, stepped, reports in ((model, optimizer, state), (whole, other, other)):
             squares = []
-            for _ in range(60):
+            for _ in range(SWEEP):
                 stepped.zero_grad()
                 trained(x).sum().backward()
                 stepped.step()
                 assert reports.last_step is not None
                 squares.append(reports.last_step.gradient_norm**2)
-            found = torch.tensor(sum(squares) / 60, dtype=torch.float64)
+            found = torch.tensor(sum(squares) / SWEEP, dtype=torch.float64)
             # Samples are sent as bfloat16.
             torch.testing.assert_close(found, mean.square().sum(), rtol=0.01, atol=0.0)
     model, optimizer, state = hooked(adam_steps="after")

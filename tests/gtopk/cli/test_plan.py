@@ -74,11 +74,11 @@ def test_shards_are_listed_for_comparison_with_any_value_code(capsys):
     for values in ("exact", "int8"):
         record = json.loads(planned(capsys, *SLOW, assumed, "--json", "--values", values))
         shards = record["methods"][-1]
-        assert (shards["algorithm"], shards["density"]) == ("shards", 0.25)
-        assert shards["format"] == {"indices": "whole", "values": "int3"}
-        assert 41 < record["methods"][0]["sent"]["bytes"] / shards["sent"]["bytes"] < 43
+        assert (shards["algorithm"], shards["density"]) == ("shards", 0.5)
+        assert shards["format"] == {"indices": "whole", "values": "int2"}
+        assert 39 < record["methods"][0]["sent"]["bytes"] / shards["sent"]["bytes"] < 40
         assert record["cheapest"] != "shards"
-    assert "and shards: a quarter of all values a step in 3 bits" in prose(
+    assert "and shards: half of all values a step in 1.6 bits" in prose(
         planned(capsys, *SLOW, assumed)
     )
 

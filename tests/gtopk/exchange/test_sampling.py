@@ -38,7 +38,7 @@ def test_each_parameter_is_sampled_by_its_own_age():
 
 
 def test_sample_covers_more_than_half_of_a_matrix_columns():
-    places = Sampling([64 * SWEEP], [64]).at([0]).places
+    places = Sampling([SWEEP * SWEEP], [SWEEP]).at([0]).places
     assert len(set((places % SWEEP).tolist())) > SWEEP // 2
 
 

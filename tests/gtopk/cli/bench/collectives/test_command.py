@@ -33,8 +33,8 @@ def test_dense_and_shards_are_measured_once_per_ranks_and_length(results: Result
         ("dense", 3),
         ("dense-library", 2),
         ("dense-library", 3),
-        ("shards period=4 bits=3", 2),
-        ("shards period=4 bits=3", 3),
+        ("shards period=2 bits=2", 2),
+        ("shards period=2 bits=2", 3),
     ]
 
 
@@ -63,12 +63,12 @@ def test_shards_are_counted_to_the_byte_and_modelled(results: Results) -> None:
     for record in results["records"]:
         if record["algorithm"] == "shards":
             ranks = record["ranks"]
-            entries = 768  # of 3,000, every fourth block of 256
-            assert record["format"] == "whole+int3"
+            entries = 1536  # of 3,000, every second block of 256
+            assert record["format"] == "whole+int2"
             assert record["updated"] == entries
             assert record["counted"]
-            plain = 2 * (ranks - 1) / ranks * entries * 3 / 8
-            messages = 2 * (ranks - 1)  # each with a header, a scale for 256 values, and a stamp
+            plain = 2 * (ranks - 1) / ranks * entries / 5
+            messages = 2 * (ranks - 1)  # each with a header, a scale for 240 values, and a stamp
             assert plain <= record["sent_bytes"]["mean"] <= plain + 100 * messages
             assert record["modelled_wire_seconds"] > 0
 
