@@ -44,6 +44,26 @@ def index_dtype(length: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if length <= np.iinfo(np.int32).max else np.int64)
 
 
+_counted = np.arange(0, dtype=index_dtype(0))
+
+
+def all_indices(length: int, like: Array) -> Array:
+    """Return 0 .. length - 1 of `index_dtype`, on the device of `like`. Do not write to it.
+
+    On the host, later calls share the array: writing it takes as long as coding so many values.
+    """
+    global _counted
+    dtype, counted = index_dtype(length), _counted
+    if not isinstance(like, np.ndarray) or dtype != counted.dtype:
+        indices: Array = module_of(like).arange(length, dtype=dtype)
+        return indices
+    if length > counted.size:  # threads may do so at once: each returns its own
+        counted = np.arange(length, dtype=dtype)
+        counted.flags.writeable = False
+        _counted = counted
+    return counted[:length]
+
+
 @dataclass(frozen=True)
 class Located:
     """Arrays on a GPU that together make up one vector, given by their addresses.

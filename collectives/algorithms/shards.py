@@ -30,7 +30,7 @@ from .. import wire
 from ..errors import MessageError, NonFiniteError
 from ..kernels import all_finite
 from ..transports.transport import Transport
-from ..vector import Array, SparseVector, index_dtype, module_of
+from ..vector import Array, SparseVector, all_indices, index_dtype, module_of
 from ..wire import NOBODY, Encoded, Format
 from .conservation import lowest_refusing
 from .hierarchical import shard_bounds
@@ -96,7 +96,7 @@ def reduce(
         summed, lost, refused_by = to_owners(
             values, transport, shard=shard, code=code, refuses=refuses
         )
-        total = summed + kept
+        total = np.add(summed, kept, out=summed)
         if refused_by == NOBODY:
             update, rounded, refused_by = _from_owners(total, values.size, transport, shard, code)
     if refused_by != NOBODY:
@@ -123,7 +123,8 @@ def to_owners(
     # A rank that refuses sends zeros: every peer still gets the message that it waits for.
     sent = values if refused_by == NOBODY else np.zeros_like(values)
     own = slice(*bounds[rank : rank + 2])
-    lost = np.zeros_like(values)
+    lost = np.empty_like(values)
+    lost[own] = 0
     # A copy, so that the caller's values are not modified.
     total = sent[own].copy()
     messages = []
@@ -131,7 +132,7 @@ def to_owners(
         to = (rank + distance) % size
         part = slice(*bounds[to : to + 2])
         encoded = _encode(sent[part], transport, shard, code, refused_by)
-        lost[part] = sent[part] - encoded.vector.values
+        np.subtract(sent[part], encoded.vector.values, out=lost[part])
         messages.append((encoded.message, to))
     sources = [(rank - distance) % size for distance in range(1, size)]
     for source, message in zip(sources, transport.exchange_all(messages, sources), strict=True):
@@ -166,8 +167,7 @@ def _from_owners(
 
 
 def _encode(values: Array, transport: Transport, shard: int, code: str, refused_by: int) -> Encoded:
-    indices = np.arange(values.size, dtype=index_dtype(values.size))
-    vector = SparseVector(indices, values, values.size)
+    vector = SparseVector(all_indices(values.size, values), values, values.size)
     k = max(1, values.size)
     format = Format(wire.WHOLE, code)
     stamp = np.array([shard], np.int32).view(np.uint8)

@@ -35,7 +35,7 @@ import numpy as np
 from ..kernels import in_order, pack_indices, pack_values, unpack_indices, unpack_values
 from ..kernels.reference_indices import index_capacity
 from ..kernels.reference_values import exponent_range, value_bytes
-from ..vector import Array, index_dtype, module_of
+from ..vector import Array, all_indices, index_dtype
 
 USUAL_INDICES: Final = "blocks"  # the default of a Compression
 
@@ -79,8 +79,7 @@ def _pack_whole(indices: Array, length: int, out: Array) -> int:
 def _unpack_whole(data: Array, count: int, length: int) -> tuple[Array, int]:
     if count != length:
         raise ValueError(f"it has {count} entries and must have all {length}")
-    indices: Array = module_of(data).arange(length, dtype=index_dtype(length))
-    return indices, 0
+    return all_indices(length, data), 0
 
 
 def _packing(name: str) -> IndexCode:
