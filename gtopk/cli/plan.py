@@ -129,7 +129,9 @@ def _legend(comparison: Comparison) -> list[str]:
         times = "speed: backward and step, as a multiple of dense's speed."
     else:
         times = "exchange: how many times as fast as dense's; not the speed of training."
-    shards = ", and shards: half of all values a step in 1.6 bits" if comparison.shards else ""
+    shards = ""
+    if comparison.shards:  # `Rates.coding_of`: no rate of theirs was measured
+        shards = ", and shards: half of all values a step in 1.6 bits, in this time at most"
     return [
         *wrapped(
             f"The line with > is the fastest (the tree is there to compare{shards}). bytes, msgs: "
