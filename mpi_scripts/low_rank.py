@@ -58,7 +58,7 @@ class ExchangingOptimizer:
 class LowRank(ExchangingOptimizer):
     """An optimizer whose gradients are averaged by PowerSGD before each step.
 
-    betas: average every rank's steps of Adam instead, of these decays; `inner` applies them.
+    betas: Adam's decays; the ranks then average their steps of Adam in place of gradients.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class LowRank(ExchangingOptimizer):
     ) -> None:
         super().__init__(inner, named_parameters, transport)
         self._betas = betas
-        self._moments = [torch.zeros(2, *each.shape) for each in self._parameters]
-        self._steps = 0
+        # Adam's, by parameter: the mean and the mean square of this rank's gradients; the steps.
+        self._moments: dict[torch.nn.Parameter, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._matrices: dict[torch.nn.Parameter, Matrix] = {}
         generator = torch.Generator().manual_seed(0)  # the same Q on all ranks
         for parameter in self._parameters:
@@ -117,14 +117,18 @@ class LowRank(ExchangingOptimizer):
 
     def _precondition(self, beta: float, beta2: float) -> None:
         """Replace this rank's gradients by its steps of Adam, at a rate of 1."""
-        self._steps += 1
-        for parameter, (mean, square) in zip(self._parameters, self._moments, strict=True):
-            if parameter.grad is None:
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None:
                 continue
-            mean.lerp_(parameter.grad, 1 - beta)
-            square.lerp_(parameter.grad.square(), 1 - beta2)
-            scale = (square / (1 - beta2**self._steps)).sqrt_().add_(1e-8)
-            torch.div(mean / (1 - beta**self._steps), scale, out=parameter.grad)
+            new = torch.zeros_like(gradient), torch.zeros_like(gradient), 0
+            mean, square, steps = self._moments.get(parameter, new)
+            steps += 1
+            mean.lerp_(gradient, 1 - beta)
+            square.lerp_(gradient.square(), 1 - beta2)
+            self._moments[parameter] = mean, square, steps
+            scale = (square / (1 - beta2**steps)).sqrt_().add_(1e-8)
+            torch.div(mean / (1 - beta**steps), scale, out=gradient)
 
     def _averages(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if not tensors:

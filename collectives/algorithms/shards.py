@@ -10,8 +10,8 @@
     from owners   everyone gets U = Q(T)                        an allgather
                   the owner keeps the error T - U until the shard's next turn
 
-A rank sends 2 (P-1)/P of the shard's values, so 2 (P-1)/P * bits / (32 period) of the bytes of a
-float32 gradient. Top-k sends the large entries and their indices; this sends all entries of, say,
+A rank sends 2 (P-1)/P of the shard's values, so 2 (P-1)/P * b / (32 period) of the bytes of a
+float32 gradient, if a value takes b bits. Top-k sends the large entries and their indices; this sends all entries of, say,
 half of the vector. It does as well if all entries are of about the same size, as Adam's steps
 are.
 
@@ -35,7 +35,7 @@ from ..wire import NOBODY, Encoded, Format
 from .conservation import lowest_refusing
 from .hierarchical import shard_bounds
 
-BLOCK = 256  # consecutive elements in a shard, which share a scale
+BLOCK = 256  # consecutive elements in a shard
 STAMP_BYTES = 4  # after the values: the number of their shard
 
 
@@ -76,7 +76,7 @@ def reduce(
     transport: Transport,
     *,
     shard: int = 0,
-    code: str = "int3",
+    code: str = "int2",
     refuses: bool = False,
 ) -> Shared:
     """Sum a shard over the ranks.

@@ -246,7 +246,7 @@ def _packed(bits: int, integers: Array) -> Array:
     """Return the integers' bytes, uint8."""
     if bits == 8:
         return integers.astype(np.int8).view(np.uint8)
-    if bits == 2:
+    if bits == BITS["int2"]:
         return ((in_rows(integers, _DIGITS.size) + 1) @ _DIGITS).astype(np.uint8)
     fields = integers.astype(np.int64) & (1 << bits) - 1
     groups = in_rows(fields, _GROUP) << bits * np.arange(_GROUP)
@@ -259,7 +259,7 @@ def _unpacked(bits: int, data: Array, count: int) -> Array:
     """Return the integers, int8 or int64 [count]."""
     if bits == 8:
         return data.view(np.int8)
-    if bits == 2:
+    if bits == BITS["int2"]:
         return (data[:, None] // _DIGITS % 3).ravel()[:count] - 1
     words = np.zeros((-(-count // _GROUP), 4), np.uint8)
     words[:, :bits] = in_rows(data, bits)

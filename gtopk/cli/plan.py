@@ -66,8 +66,8 @@ MEMORY: Final = {
     "sparse": 8,
     "momentum": 16,
     "adam_correction": 28,
-    "adam": 30,
-    "adam, shards": 49,
+    "adam": 27,
+    "adam, shards": 55,
 }
 _MEMORY = (
     f"Memory on each rank beside the model: about {MEMORY['sparse']} bytes a parameter "
@@ -131,7 +131,7 @@ def _legend(comparison: Comparison) -> list[str]:
         times = "exchange: how many times as fast as dense's; not the speed of training."
     shards = ""
     if comparison.shards:  # `Rates.coding_of`: no rate of theirs was measured
-        shards = ", and shards: half of all values a step in 1.6 bits, in this time at most"
+        shards = ", and shards: half of all values a step in 1.6 bits; they may take less time"
     return [
         *wrapped(
             f"The line with > is the fastest (the tree is there to compare{shards}). bytes, msgs: "

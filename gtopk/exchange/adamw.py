@@ -4,7 +4,8 @@
     v = beta2 v + (1 - beta2) w g^2       its own second moment, inflated by one rank's noise
     s = second moment of the mean gradient, estimated from a sample of coordinates in every step
     R = squares of the mean gradient / squares of this rank's gradient, per row of a parameter
-    V = (1 - q) s + q R v / w             q falls from 1 to a tenth as samples accumulate
+    V = (1 - q) s + q R v / w             q falls from 1 as samples accumulate, to 0.19 if beta2
+                                          is 0.999, and stays at 2/3 if it is 0.95
     w u = lr m' / (sqrt(V) + eps)         m', v: after bias correction (Kingma and Ba 2015)
 
 Summed over the ranks, w u is AdamW's step of the mean gradient, to the extent that V is the second
@@ -214,7 +215,7 @@ class AdamSteps:
         """
         shared, rows = self._in_state[number]
         if not steps or bool((shared < 0).any()):
-            return  # the other ranks are hardly older: some coordinates are not sampled yet
+            return  # in the first sweep: some coordinates are not sampled yet
         seen = 1.0 - (self._hypers[number] or REMOVED).beta2 ** steps
         self._split(own.second)[number].copy_(shared).mul_(self.share * seen)
         own.rows.split(self.rows)[number].copy_(rows).mul_(self.share)
@@ -365,7 +366,10 @@ class AdamSteps:
             ratio, own_part = None, 1.0
             if on_device is not None:
                 ratio = on_device[row_ends[first] : row_ends[end]] / (bias2 * share)
-                own_part = max(_PRIOR / (_PRIOR + times), _LEAST_OWN)
+                # As many equal samples would have the error of s, which forgets old ones.
+                decay = hyper.beta2**SWEEP
+                count = min(times, (1.0 + decay) / (1.0 - decay))
+                own_part = max(_PRIOR / (_PRIOR + count), _LEAST_OWN)
             spans = [each[ends[first] : ends[end]] for each in vectors]
             sizes, rows = self._sizes[first:end], self.rows[first:end]
             for g, m, v, s, by_rows in _pieces(spans, sizes, rows, ratio):

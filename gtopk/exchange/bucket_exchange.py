@@ -416,10 +416,11 @@ def gradient_norm(bucket_exchanges: Iterable[Any], clip_factor: float) -> float 
 
     clip_factor: the factor that clipped this rank's gradients before; about the same on all ranks.
 
-    None if Adam's steps are not computed here: no rank knows the norm then.
+    None if Adam's steps are not computed here, as no rank knows the norm then, or if the step
+    sampled nothing but zeros, as it may of a few hundred parameters.
     """
-    squares = [each.adam.mean_square for each in bucket_exchanges if each.adam is not None]
-    return math.sqrt(sum(squares)) / clip_factor if squares else None
+    squares = sum(each.adam.mean_square for each in bucket_exchanges if each.adam is not None)
+    return math.sqrt(squares) / clip_factor if squares else None
 
 
 class DrainingExchange:

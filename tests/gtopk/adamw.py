@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gtopk.exchange.sampling import times_sampled
+from gtopk.exchange.sampling import SWEEP, times_sampled
 from gtopk.optim.distributed import DistributedOptimizer
 
 
@@ -87,19 +87,22 @@ class OneRank:
                 m[...] = beta1 * m + (1 - beta1) * share * g
                 v[...] = beta2 * v + (1 - beta2) * share * g * g
                 own = v / (1 - beta2**self.age) / share
-                square = self._square(optimizer, parameter, own)
+                square = self._square(optimizer, parameter, own, beta2)
                 unbiased = m / (1 - beta1**self.age)
                 steps.append((group["lr"] * unbiased / (np.sqrt(square) + group["eps"])).ravel())
                 number += 1
         return np.concatenate(steps)
 
-    def _square(self, optimizer: Any, parameter: torch.Tensor, own: np.ndarray) -> np.ndarray:
+    def _square(
+        self, optimizer: Any, parameter: torch.Tensor, own: np.ndarray, beta2: float
+    ) -> np.ndarray:
         if self.ranks == 1:
             return own
         state = optimizer.state[parameter]
         shared = state["shared_exp_avg_sq"].numpy()
         times = times_sampled(int(state["step"]))
-        own_part = max(2 / (2 + times), 0.1)
+        decay = beta2**SWEEP
+        own_part = max(2 / (2 + min(times, (1 + decay) / (1 - decay))), 0.1)
         ratio = self.ratios(optimizer)[parameter]
         own = own * ratio.reshape(-1, *[1] * (own.ndim - 1))
         return np.where(shared < 0, own, own_part * own + (1 - own_part) * shared)

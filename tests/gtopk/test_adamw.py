@@ -776,7 +776,8 @@ def test_one_rank_continues_from_the_moments_of_a_plain_adamw():
 def test_moments_of_a_plain_adamw_become_shared_state(threads):
     plain_model = network()
     plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05, betas=(0.8, 0.95))
-    train(plain, plain_model, 0, range(5))
+    steps = 113  # the next step samples one coordinate of each of these small parameters
+    train(plain, plain_model, 0, range(steps))
     state = plain.state_dict()
 
     def program(transport: LocalTransport) -> None:
@@ -790,10 +791,9 @@ def test_moments_of_a_plain_adamw_become_shared_state(threads):
             value(model, 0, 5).backward()
             optimizer.step()
             for number, part in optimizer.state_dict()["state"].items():
-                before = state["state"][number]["exp_avg_sq"] / (1 - 0.95**5)
-                beside = (part["shared_exp_avg_sq"] != before).double().mean()
-                assert beside < 3 / SWEEP + 0.2  # only sampled entries changed
-                assert int(part["step"]) == 6
+                before = state["state"][number]["exp_avg_sq"] / (1 - 0.95**steps)
+                assert (part["shared_exp_avg_sq"] != before).sum() == 1  # only the sampled entry
+                assert int(part["step"]) == steps + 1
 
     threads(2, program)
 

@@ -26,7 +26,7 @@ WAYS: dict[str, tuple[type[torch.optim.Optimizer], Any]] = {
         Compression.gtopk(0.001, adam_correction=(0.9, 0.999)),
     ),
     "adam": (torch.optim.AdamW, Compression.gtopk(0.001)),
-    "adam, shards": (torch.optim.AdamW, Compression.shards(4, 3)),
+    "adam, shards": (torch.optim.AdamW, Compression.shards()),
 }
 
 

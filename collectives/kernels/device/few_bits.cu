@@ -78,7 +78,7 @@ static __device__ u32 scale_byte(u64 largest, int exponent, int finest) {
   return byte < SMALLEST_SCALE ? byte : SMALLEST_SCALE;
 }
 
-// A group's bytes, the first lowest.
+// Return a group's bytes, the first lowest.
 template <int BITS> static __device__ u32 packed_group(const signed char* integers) {
   u32 word = 0;
 #pragma unroll
@@ -88,7 +88,7 @@ template <int BITS> static __device__ u32 packed_group(const signed char* intege
   return word;
 }
 
-// The integer number `at` of a message's.
+// Return integer `at` of a message.
 template <int BITS> static __device__ int unpacked(const u8* packed, u64 at) {
   if (BITS == 2) {
     u32 byte = packed[at / GROUP<BITS>];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import time
 from typing import Any
@@ -232,11 +233,17 @@ def test_entries_take_at_most_the_bytes_their_codes_promise(format: Format) -> N
     indices = np.sort(random.choice(length, count, replace=False))
     vector = entries(indices.tolist(), random.standard_normal(count).tolist(), length)
     index_bytes = {"raw": 4, "blocks": 2.02, "packed": 1.46}[format.indices]
-    value_bytes = {"exact": 4, "bf16": 2, "fp16": 2, "int8": 1 + 1 / 64}.get(format.values)
-    if value_bytes is None:
-        value_bytes = int(format.values[-1]) / 8 + 1 / 256
+    value_bytes = {
+        "exact": 4,
+        "bf16": 2,
+        "fp16": 2,
+        "int8": 1 + 1 / 64,
+        "int4": 4 / 8 + 1 / 256,
+        "int3": 3 / 8 + 1 / 256,
+        "int2": 1 / 5 + 1 / 240,
+    }[format.values]
     message = encode(vector, count, format).message
-    assert message.size <= 64 + count * (index_bytes + value_bytes)
+    assert message.size <= 64 + math.ceil(count * (index_bytes + value_bytes))
 
 
 @every_format

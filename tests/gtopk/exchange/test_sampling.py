@@ -16,7 +16,7 @@ def test_every_coordinate_is_sampled_once_per_sweep():
     assert places.sort().values.tolist() == list(range(sum(SIZES)))
 
 
-@pytest.mark.parametrize("steps", [0, 13, 41])
+@pytest.mark.parametrize("steps", [0, 41, 113])
 def test_sample_has_the_parameter_and_row_of_each_place(steps):
     sample = Sampling(SIZES, ROWS).at([steps] * len(SIZES))
     numbers = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
@@ -30,11 +30,12 @@ def test_sample_has_the_parameter_and_row_of_each_place(steps):
 
 
 def test_each_parameter_is_sampled_by_its_own_age():
-    sampling = Sampling([80, 80], [1, 1])
+    size = SWEEP + 20
+    sampling = Sampling([size, size], [1, 1])
     both = sampling.at([3, 8])
     first, second = (both.places[both.numbers == number] for number in (0, 1))
-    assert first.tolist() == [p for p in sampling.at([3, 3]).places.tolist() if p < 80]
-    assert second.tolist() == [p for p in sampling.at([8, 8]).places.tolist() if p >= 80]
+    assert first.tolist() == [p for p in sampling.at([3, 3]).places.tolist() if p < size]
+    assert second.tolist() == [p for p in sampling.at([8, 8]).places.tolist() if p >= size]
 
 
 def test_sample_covers_more_than_half_of_a_matrix_columns():
