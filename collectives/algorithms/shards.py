@@ -11,9 +11,9 @@
                   the owner keeps the error T - U until the shard's next turn
 
 A rank sends 2 (P-1)/P of the shard's values, so 2 (P-1)/P * b / (32 period) of the bytes of a
-float32 gradient, if a value takes b bits. Top-k sends the large entries and their indices; this sends all entries of, say,
-half of the vector. It does as well if all entries are of about the same size, as Adam's steps
-are.
+float32 gradient, if a value takes b bits. Top-k sends the large entries and their indices; this
+sends all entries of, say, half of the vector. It does as well if all entries are of about the same
+size, as Adam's steps are.
 
 Conservation, coordinate by coordinate and summed over ranks: values + kept before = update + `lost`
 + kept after. Values are rounded as in `wire.format`, with exact errors.
