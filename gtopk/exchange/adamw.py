@@ -48,6 +48,15 @@ _SMOOTHING: Final = 0.02  # this fraction of the mean row is added to each row
 _PIECE: Final = 1 << 16  # elements that fit in a cache together with their moments
 
 
+def weight_of_own(times: int, decay: float) -> float:
+    """Return q after so many samples of a coordinate, of which each weighs `decay` times the next.
+
+    The mean of such samples has the error of (1 + decay) / (1 - decay) equal ones at best.
+    """
+    equal_samples = min(times, (1.0 + decay) / (1.0 - decay))
+    return max(_PRIOR / (_PRIOR + equal_samples), _LEAST_OWN)
+
+
 class Hyper(NamedTuple):
     """AdamW's options for one parameter. l2: weight decay added to the gradient, as in Adam."""
 
@@ -366,10 +375,7 @@ class AdamSteps:
             ratio, own_part = None, 1.0
             if on_device is not None:
                 ratio = on_device[row_ends[first] : row_ends[end]] / (bias2 * share)
-                # As many equal samples would have the error of s, which forgets old ones.
-                decay = hyper.beta2**SWEEP
-                count = min(times, (1.0 + decay) / (1.0 - decay))
-                own_part = max(_PRIOR / (_PRIOR + count), _LEAST_OWN)
+                own_part = weight_of_own(times, hyper.beta2**SWEEP)
             spans = [each[ends[first] : ends[end]] for each in vectors]
             sizes, rows = self._sizes[first:end], self.rows[first:end]
             for g, m, v, s, by_rows in _pieces(spans, sizes, rows, ratio):

@@ -62,7 +62,8 @@ class StepReport:
                          second, at least one; or the rest of an epoch.
     gradient_norm:       of the mean gradient before clipping, if Adam's step is computed from it
                          before the selection. Estimated from one in 240 coordinates, so it is
-                         noisy, most for small models. None otherwise, and for a skipped step.
+                         noisy, most for small models. None otherwise, for a skipped step, and where
+                         the sample is empty or all zeros.
     """
 
     step: int

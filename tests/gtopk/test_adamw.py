@@ -20,7 +20,7 @@ from gtopk import load_latest, save_checkpoint
 from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
 from gtopk.exchange import adamw
-from gtopk.exchange.adamw import _pieces
+from gtopk.exchange.adamw import _pieces, weight_of_own
 from gtopk.exchange.bucket_exchange import mean_square_ratio
 from gtopk.exchange.sampling import SWEEP
 from gtopk.optim.distributed import DistributedOptimizer
@@ -183,6 +183,14 @@ def test_second_moment_is_shared_only_with_several_ranks(threads, size):
     for shares, ratio in threads(size, program):
         assert shares == (size > 1)
         assert (ratio == 1.0) == (size == 1)
+
+
+@pytest.mark.parametrize(
+    ("times", "decay", "weight"),
+    [(0, 0.8, 1.0), (2, 0.8, 0.5), (50, 0.8, 2 / 11), (50, 0.0, 2 / 3), (10**6, 0.9999, 0.1)],
+)
+def test_own_moment_keeps_weight_where_old_samples_are_forgotten(times, decay, weight):
+    assert weight_of_own(times, decay) == pytest.approx(weight)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from collectives.transports import LocalTransport, Transport
 from collectives.transports.local import local_world, run_ranks
 from gtopk.compression import Compression, FP16Compressor
 from gtopk.exchange import exchange
-from gtopk.exchange.bucket_exchange import open_bucket_exchange
+from gtopk.exchange.bucket_exchange import gradient_norm, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 
 
@@ -101,3 +102,16 @@ def test_nodes_are_found_once_during_density_warm_up(
     assert all(each == first for each in others)
     assert len(set(first)) == len(first)  # another k in each step
     assert sorted(calls) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("squares", "norm"), [([], None), ([0.0], None), ([None, 3.0, 0.0, 6.0], 6.0)]
+)
+def test_gradient_norm_is_none_where_nothing_was_sampled(
+    squares: list[float | None], norm: float | None
+) -> None:
+    exchanges = [
+        SimpleNamespace(adam=None if each is None else SimpleNamespace(mean_square=each))
+        for each in squares
+    ]
+    assert gradient_norm(exchanges, clip_factor=0.5) == norm
