@@ -64,7 +64,7 @@ TOP: Final = {
 _NAN: Final = {"bf16": 0x7FC0, "fp16": 0x7E00}
 # The bits of 2^(TOP + 1), to which values just below round up.
 _BEYOND: Final = {"bf16": (TOP["bf16"] + 1 + 127) << 7, "fp16": (TOP["fp16"] + 1 + 15) << 10}
-_BLOCK: Final = {"int8": 64, "int4": 256, "int3": 256, "int2": 240}  # values that share a scale
+BLOCK: Final = {"int8": 64, "int4": 256, "int3": 256, "int2": 240}  # values that share a scale
 BITS: Final = {"int4": 4, "int3": 3, "int2": 2}
 _SMALLEST: Final = 254  # byte of the finest scale
 _NOT_FINITE: Final = 255  # byte of a block that decodes as NaN
@@ -77,7 +77,7 @@ def value_bytes(count: int, code: str) -> int:
     if code in _NAN:
         return 2 * count
     integers = -(-count // _DIGITS.size) if code == "int2" else -(-count * _bits(code) // 8)
-    return -(-count // block_size(code)) + integers
+    return -(-count // BLOCK[code]) + integers
 
 
 def pack_values(values: Array, out: Array, code: str) -> int:
@@ -174,17 +174,12 @@ def _pack_floats(code: str, values: Array, exponent: int, out: Array) -> None:
 # ---- integers
 
 
-def block_size(code: str) -> int:
-    """Return how many values share a scale."""
-    return _BLOCK[code]
-
-
 def _bits(code: str) -> int:
     return BITS.get(code, 8)
 
 
 def _pack_integers(code: str, values: Array, exponent: int, out: Array) -> None:
-    blocks = in_rows(values, block_size(code))
+    blocks = in_rows(values, BLOCK[code])
     largest = np.abs(blocks).max(axis=1)
     scales = _scale_bytes(code, largest, exponent)
     places, shifts = _places_and_shifts(code, scales)
@@ -202,10 +197,10 @@ def _pack_integers(code: str, values: Array, exponent: int, out: Array) -> None:
 def _unpack_integers(
     code: str, data: Array, count: int, exponent: int, dtype: np.dtype[Any]
 ) -> Array:
-    scales = data[: -(-count // block_size(code))].astype(np.int64)
+    scales = data[: -(-count // BLOCK[code])].astype(np.int64)
     integers = _unpacked(_bits(code), data[scales.size :], count)
     places, shifts = _places_and_shifts(code, scales)
-    blocks = in_rows(integers.astype(dtype), block_size(code)) * places[:, None].astype(dtype)
+    blocks = in_rows(integers.astype(dtype), BLOCK[code]) * places[:, None].astype(dtype)
     values = scaled(blocks, (exponent - shifts)[:, None])
     values[scales == _NOT_FINITE] = np.nan
     return values.ravel()[:count]

@@ -19,12 +19,12 @@ from ...vector import Array, index_dtype
 from ..reference_indices import BLOCK_BITS, read_runs, write_runs
 from ..reference_values import (
     BITS,
-    block_size,
     common_exponent,
     exponent_range,
     rounds_to_infinity,
     scale_factors,
 )
+from ..reference_values import BLOCK as SCALED
 from .machine import Scratch, blocks_for, ceil_divide
 from .source import instance
 
@@ -179,7 +179,7 @@ def _pack_floats(scratch: Scratch, code: str, values: Array, exponent: int, out:
 
 
 def _pack_few_bits(scratch: Scratch, code: str, values: Array, exponent: int, out: Array) -> None:
-    machine, blocks = scratch.machine, ceil_divide(values.size, block_size(code))
+    machine, blocks = scratch.machine, ceil_divide(values.size, SCALED[code])
     machine.launch(
         instance("pack_few_bits", values.dtype, BITS[code]),
         min(machine.blocks, blocks),
@@ -218,7 +218,7 @@ def _unpack_floats(scratch: Scratch, code: str, data: Array, exponent: int, valu
 def _unpack_few_bits(
     scratch: Scratch, code: str, data: Array, exponent: int, values: Array
 ) -> None:
-    machine, blocks = scratch.machine, ceil_divide(values.size, block_size(code))
+    machine, blocks = scratch.machine, ceil_divide(values.size, SCALED[code])
     machine.launch(
         instance("unpack_few_bits", values.dtype, BITS[code]),
         blocks_for(machine, values.size),
